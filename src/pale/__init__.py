@@ -1,0 +1,7 @@
+"""Pale Transformer (AAAI 2022): a vision backbone whose attention works on interlaced rows and columns."""
+
+from . import ops
+from .pale_transformer import PaleConfig, PaleTransformer, create_model
+
+__version__ = "0.1.0"
+__all__ = ["PaleConfig", "PaleTransformer", "create_model", "ops"]

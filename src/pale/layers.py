@@ -1,0 +1,45 @@
+"""Parts with no paper content. Everything works on channels-last maps, (b, h, w, c)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .ops.depthwise_conv import depthwise_conv
+
+
+class DepthwiseConv(nn.Conv2d):
+    """3x3 convolution of each channel alone; the size of the map stays."""
+
+    def __init__(self, channels: int, bias: bool = True, **dd: Any) -> None:
+        super().__init__(channels, channels, 3, padding=1, groups=channels, bias=bias, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, h, w, c) -> (b, h, w, c)."""
+        return depthwise_conv(x, self.weight, self.bias)
+
+
+class SeparableConv(nn.Module):
+    """3x3 depthwise, then pointwise; the depthwise bias would be lost in the pointwise one."""
+
+    def __init__(self, channels: int, **dd: Any) -> None:
+        super().__init__()
+        self.depthwise = DepthwiseConv(channels, bias=False, **dd)
+        self.pointwise = nn.Linear(channels, channels, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, h, w, c) -> (b, h, w, c)."""
+        out: Tensor = self.pointwise(self.depthwise(x))
+        return out
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """LayerNorm over the channels of an NCHW map."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c, h, w) -> (b, c, h, w)."""
+        x = x.permute(0, 2, 3, 1)
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)

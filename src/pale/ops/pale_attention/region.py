@@ -1,0 +1,94 @@
+"""Which tokens attend to which: the one place where rows and columns are put into groups.
+
+Row `i` of `h` belongs to row group `i mod n_r` (interlaced, the paper's) or `i // s_r` (contiguous, CSWin's), with
+`n_r = ceil(h / s_r)` groups; columns alike with `s_c`, `n_c`. Sizes need not divide: groups are ragged, never padded.
+The scope `pale` joins row group `p` and column group `p` into pale `p`; interlaced, both directions then share
+`n = max(n_r, n_c)`, and for some `p` one of the two may be empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Scope = Literal["parallel", "row", "column", "pale"]
+Grouping = Literal["interlaced", "contiguous"]
+
+
+def check_word(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise unless `value` is one of the `allowed` words."""
+    if value not in allowed:
+        close = get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+
+
+@dataclass(frozen=True)
+class Region:
+    """The rule by which each token finds the tokens that it attends to."""
+
+    pale_size: tuple[int, int]
+    scope: Scope = "parallel"
+    grouping: Grouping = "interlaced"
+
+    def __post_init__(self) -> None:
+        """Check words and numbers, so that a Region that exists is valid."""
+        size = self.pale_size
+        if not (isinstance(size, tuple) and len(size) == 2 and all(type(s) is int and s >= 1 for s in size)):
+            raise ValueError(
+                f"pale_size must be (s_r, s_c), two whole numbers of at least 1, got {size!r}; use (7, 7) as the paper does"
+            )
+        check_word("scope", self.scope, get_args(Scope))
+        check_word("grouping", self.grouping, get_args(Grouping))
+
+    def counts(self, h: int, w: int) -> tuple[int, int]:
+        """Number of row groups and of column groups on an `h` x `w` map."""
+        n_r, n_c = -(-h // self.pale_size[0]), -(-w // self.pale_size[1])
+        if self.scope == "pale" and self.grouping == "interlaced":
+            n_r = n_c = torch.sym_max(n_r, n_c)
+        return n_r, n_c
+
+    def groups(self, h: int, w: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Group of each row, (h,), and of each column, (w,)."""
+        i, j = torch.arange(h, device=device), torch.arange(w, device=device)
+        if self.grouping == "contiguous":
+            return i // self.pale_size[0], j // self.pale_size[1]
+        n_r, n_c = self.counts(h, w)
+        return i % n_r, j % n_c
+
+    def members(self, h: int, w: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Tokens of each row group, column group and pale: boolean maps (groups, h, w) under "row", "column", "pale"."""
+        row, column = self.groups(h, w, device)
+        n_r, n_c = self.counts(h, w)
+        p = torch.arange(max(n_r, n_c), device=device)[:, None]
+        rows = (row == p)[:, :, None].expand(-1, h, w)  # (n, h, w)
+        columns = (column == p)[:, None, :].expand(-1, h, w)
+        return {"row": rows[:n_r], "column": columns[:n_c], "pale": rows | columns}
+
+    def pairs(self, h: int, w: int, heads: int) -> int:
+        """Query-key pairs that the region asks for, over all heads: each costs `d` multiply-adds twice (q k, then p v)."""
+        n_r, n_c = self.counts(h, w)
+        rows = _sizes(h, n_r, self.pale_size[0], self.grouping)
+        columns = _sizes(w, n_c, self.pale_size[1], self.grouping)
+        by_row = sum((r * w) ** 2 for r in rows)
+        by_column = sum((c * h) ** 2 for c in columns)
+        if self.scope == "row":
+            return heads * by_row
+        if self.scope == "column":
+            return heads * by_column
+        if self.scope == "parallel":
+            return heads // 2 * (by_row + by_column)
+        n = max(n_r, n_c)
+        rows, columns = rows + [0] * (n - n_r), columns + [0] * (n - n_c)
+        return heads * sum((r * w + c * h - r * c) ** 2 for r, c in zip(rows, columns, strict=True))
+
+
+def _sizes(length: int, n: int, s: int, grouping: Grouping) -> list[int]:
+    """How many of `length` rows (or columns) fall into each of `n` groups."""
+    if grouping == "contiguous":
+        return [min(s, length - p * s) for p in range(n)]
+    return [len(range(p, length, n)) for p in range(n)]
