@@ -31,8 +31,7 @@ class SeparableConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, c) -> (b, h, w, c)."""
-        out: Tensor = self.pointwise(self.depthwise(x))
-        return out
+        return self.pointwise(self.depthwise(x))
 
 
 class LayerNorm2d(nn.LayerNorm):

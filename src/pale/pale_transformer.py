@@ -1,14 +1,16 @@
 """The Pale Transformer, in the order of the paper's Methodology section.
 
-Maps are NCHW between the stages, for timm and everything built on it, and NHWC inside them; with channels-last memory
-the two are the same bytes. No size is stored anywhere (but for APE): one model serves any height and width.
+Maps are NCHW between the stages, for timm and everything built on it, and NHWC inside them; with
+channels-last memory the two are the same bytes. No size is stored anywhere (but for APE): one model
+serves any height and width.
 
-Initialisation, which the paper does not give. Linear layers: truncated normal, 0.02, as DeiT, Swin and CSWin. The
-depthwise halves of phi_q, phi_k, phi_v and the patch merging convolutions: normal with variance 1 / fan-in, so that
-normalised input stays at unit scale. CPE stands *on* the residual stream, `x + CPE(x)` in every block, where an ordinary
-convolution init multiplies: 22 blocks of it let the stream grow by orders of magnitude. It starts as a truncated
-normal of 0.02: a block then adds 0.06 of the stream, which keeps its scale to the last stage and still carries
-the zero padding, hence position, from the first step.
+Initialisation, which the paper does not give. Linear layers: truncated normal, 0.02, as DeiT, Swin
+and CSWin. The depthwise halves of phi_q, phi_k, phi_v and the patch merging convolutions: normal
+with variance 1 / fan-in, so that normalised input stays at unit scale. CPE stands *on* the residual
+stream, `x + CPE(x)` in every block, where an ordinary convolution init multiplies: 22 blocks of it
+let the stream grow by orders of magnitude. It starts as a truncated normal of 0.02: a block then
+adds 0.06 of the stream, which keeps its scale to the last stage and still carries the zero padding,
+hence position, from the first step.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal, cast, get_args
 
 import timm
@@ -47,7 +48,9 @@ class PaleConfig:
     channels: tuple[int, ...]  # C_i
     heads: tuple[int, ...]  # H_i
     depths: tuple[int, ...] = (2, 2, 16, 2)
-    pale_size: int | tuple[int, ...] | None = None  # S_i, one or one a stage; None is the paper's 7, or 1 for axial
+    pale_size: int | tuple[int, ...] | None = (
+        None  # S_i, one or one a stage; None is the paper's 7, or 1 for axial
+    )
     mlp_ratio: tuple[float, ...] = (4, 4, 4, 4)  # R_i
     attention: AttentionMode = "parallel"
     position: Position = "cpe"
@@ -67,17 +70,26 @@ class PaleConfig:
         for name in ("channels", "heads", "mlp_ratio"):
             if len(getattr(self, name)) != stages:
                 raise ValueError(
-                    f"{name} needs one entry for each of the {stages} stages of {self.depths=}, got {getattr(self, name)}"
+                    f"{name} needs one entry for each of the {stages} stages of {self.depths=}, "
+                    f"got {getattr(self, name)}"
                 )
+        if any(type(depth) is not int or depth < 1 for depth in self.depths):
+            raise ValueError(
+                f"depths must be whole numbers of at least 1, one a stage, got {self.depths}"
+            )
         if self.stem_stride not in (4, 2, 1):
-            raise ValueError(f"stem_stride must be 4, 2 or 1, got {self.stem_stride}; the paper's is 4")
+            raise ValueError(
+                f"stem_stride must be 4, 2 or 1, got {self.stem_stride}; the paper's is 4"
+            )
         for c, heads in zip(self.channels, self.heads, strict=True):
             if c % heads or (heads % 2 and self.attention in ("parallel", "axial", "cross")):
                 raise ValueError(
                     f"heads must divide the channels and, for attention={self.attention!r}, be even: "
                     f"got {heads} heads for {c} channels; 'sequential' and 'vanilla' take odd head counts"
                 )
-        if len(self.pale_sizes) != stages or any(type(s) is not int or s < 1 for s in self.pale_sizes):
+        if len(self.pale_sizes) != stages or any(
+            type(s) is not int or s < 1 for s in self.pale_sizes
+        ):
             raise ValueError(
                 f"pale_size must be one whole number of at least 1, or {stages}, one a stage, got {self.pale_size}"
             )
@@ -90,7 +102,9 @@ class PaleConfig:
     @property
     def pale_sizes(self) -> tuple[int, ...]:
         """S_i, one a stage."""
-        size = self.pale_size if self.pale_size is not None else 1 if self.attention == "axial" else 7
+        size = (
+            self.pale_size if self.pale_size is not None else 1 if self.attention == "axial" else 7
+        )
         return size if isinstance(size, tuple) else (size,) * len(self.depths)
 
     def region(self, stage: int, block: int) -> Region:
@@ -134,8 +148,7 @@ class PatchMerging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(b, c_in, h, w) -> (b, h / stride, w / stride, c), rounded up."""
         x = self.conv(x.contiguous(memory_format=torch.channels_last))
-        out: Tensor = self.norm(x.permute(0, 2, 3, 1))
-        return out
+        return self.norm(x.permute(0, 2, 3, 1))
 
 
 class CPE(DepthwiseConv):
@@ -160,7 +173,6 @@ class APE(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-@register_notrace_function
 def resize_map(map_: Tensor, like: Tensor) -> Tensor:
     """Resize (1, h, w, c) to the height and width of `like`, (b, h, w, c)."""
     size = like.shape[1], like.shape[2]
@@ -170,13 +182,19 @@ def resize_map(map_: Tensor, like: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).to(map_.dtype)
 
 
+register_notrace_function(resize_map)
+
+
 class PSAttention(nn.Module):
     """Pale-shaped self-attention (Eq. 1 to 3): phi, attention inside the groups of `region`, projection.
 
-    phi_q, phi_k and phi_v see all channels; the split into X_r and X_c is one of heads, inside the operator.
+    phi_q, phi_k and phi_v see all channels; the split into X_r and X_c is one of heads, inside the
+    operator.
     """
 
-    def __init__(self, c: int, heads: int, region: Region, backend: Backend = "auto", **dd: Any) -> None:
+    def __init__(
+        self, c: int, heads: int, region: Region, backend: Backend = "auto", **dd: Any
+    ) -> None:
         super().__init__()
         self.heads, self.region, self.backend = heads, region, backend
         self.phi_q = SeparableConv(c, **dd)
@@ -186,7 +204,9 @@ class PSAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, c) -> (b, h, w, c)."""
-        q, k, v = (phi(x).unflatten(-1, (self.heads, -1)) for phi in (self.phi_q, self.phi_k, self.phi_v))
+        q, k, v = (
+            phi(x).unflatten(-1, (self.heads, -1)) for phi in (self.phi_q, self.phi_k, self.phi_v)
+        )
         region = self.region
         y = pale_attention(
             q,
@@ -197,8 +217,7 @@ class PSAttention(nn.Module):
             grouping=region.grouping,
             backend=self.backend,
         )
-        out: Tensor = self.proj(y.flatten(-2))
-        return out
+        return self.proj(y.flatten(-2))
 
     def extra_repr(self) -> str:
         """What the sub-modules do not show."""
@@ -208,12 +227,16 @@ class PSAttention(nn.Module):
 class PaleBlock(nn.Module):
     """A Pale Transformer block (Eq. 8 to 10)."""
 
-    def __init__(self, config: PaleConfig, stage: int, block: int, drop_path: float, **dd: Any) -> None:
+    def __init__(
+        self, config: PaleConfig, stage: int, block: int, drop_path: float, **dd: Any
+    ) -> None:
         super().__init__()
         c = config.channels[stage]
         self.cpe = CPE(c, **dd) if config.position == "cpe" else None
         self.norm1 = nn.LayerNorm(c, **dd)
-        self.attn = PSAttention(c, config.heads[stage], config.region(stage, block), config.backend, **dd)
+        self.attn = PSAttention(
+            c, config.heads[stage], config.region(stage, block), config.backend, **dd
+        )
         self.norm2 = nn.LayerNorm(c, **dd)
         self.mlp = Mlp(c, int(c * config.mlp_ratio[stage]), **dd)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
@@ -230,7 +253,9 @@ class PaleBlock(nn.Module):
 class PaleStage(nn.Module):
     """Patch merging, then the blocks."""
 
-    def __init__(self, config: PaleConfig, stage: int, in_chans: int, drop_path: Sequence[float], **dd: Any) -> None:
+    def __init__(
+        self, config: PaleConfig, stage: int, in_chans: int, drop_path: Sequence[float], **dd: Any
+    ) -> None:
         super().__init__()
         c = config.channels[stage]
         if stage == 0:
@@ -239,8 +264,10 @@ class PaleStage(nn.Module):
             self.merge = PatchMerging(config.channels[stage - 1], c, kernel=3, stride=2, **dd)
         self.ape = None
         if config.position == "ape":
-            self.ape = APE(*config.maps(*_pair(config.img_size))[stage], c, **dd)
-        self.blocks = nn.Sequential(*(PaleBlock(config, stage, i, drop_path[i], **dd) for i in range(config.depths[stage])))
+            self.ape = APE(*config.maps(*image_size(config.img_size))[stage], c, **dd)
+        self.blocks = nn.Sequential(
+            *(PaleBlock(config, stage, i, drop_path[i], **dd) for i in range(config.depths[stage]))
+        )
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -280,8 +307,10 @@ class PaleTransformer(nn.Module):
             {"num_chs": c, "reduction": config.stem_stride * 2**i, "module": f"stages.{i}"}
             for i, c in enumerate(config.channels)
         ]
-        self.norm = LayerNorm2d(self.num_features, **dd)
-        self.head = ClassifierHead(self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd)
+        self.norm: nn.Module = LayerNorm2d(self.num_features, **dd)
+        self.head = ClassifierHead(
+            self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd
+        )
         self.init_weights()
 
     @torch.no_grad()
@@ -299,13 +328,11 @@ class PaleTransformer(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(b, in_chans, h, w) -> the last map after its norm, (b, C_4, h / 32, w / 32), rounded up."""
-        out: Tensor = self.norm(self.stages(x))
-        return out
+        return self.norm(self.stages(x))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """The last map -> logits, or the pooled features."""
-        out: Tensor = self.head(x, pre_logits=pre_logits)
-        return out
+        return self.head(x, pre_logits=pre_logits)
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, in_chans, h, w) -> logits (b, num_classes)."""
@@ -331,7 +358,9 @@ class PaleTransformer(nn.Module):
             intermediates_only: give the list alone.
         """
         if output_fmt != "NCHW":
-            raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}; permute the maps yourself for another")
+            raise ValueError(
+                f"output_fmt must be 'NCHW', got {output_fmt!r}; permute the maps yourself for another"
+            )
         take, last = feature_take_indices(len(self.stages), indices)
         stages = self.stages[: last + 1] if stop_early else self.stages
         maps = []
@@ -353,11 +382,11 @@ class PaleTransformer(nn.Module):
             self.norm = nn.Identity()
         if prune_head:
             self.reset_classifier(0, "")
-        return cast("list[int]", take)
+        return take
 
     def get_classifier(self) -> nn.Module:
         """The linear classifier."""
-        return cast("nn.Module", self.head.fc)
+        return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Put a new classifier in place, or none (0)."""
@@ -375,7 +404,7 @@ class PaleTransformer(nn.Module):
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resize APE's maps for images of another size; without APE there is nothing to set."""
         self.config = replace(self.config, img_size=img_size)
-        for stage, (h, w) in zip(self.stages, self.config.maps(*_pair(img_size)), strict=True):
+        for stage, (h, w) in zip(self.stages, self.config.maps(*image_size(img_size)), strict=True):
             if (ape := cast("PaleStage", stage).ape) is not None:
                 ape.map = nn.Parameter(resize_map(ape.map.detach(), ape.map.new_empty(1, h, w, 1)))
 
@@ -390,10 +419,14 @@ class PaleTransformer(nn.Module):
             (r"^stages\.(\d+)\.blocks\.(\d+)", None),
             (r"^norm", (99999,)),
         ]
-        return {"stem": r"^stages\.0\.(?:merge|ape)", "blocks": r"^stages\.(\d+)" if coarse else blocks}
+        return {
+            "stem": r"^stages\.0\.(?:merge|ape)",
+            "blocks": r"^stages\.(\d+)" if coarse else blocks,
+        }
 
 
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+def image_size(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Height and width."""
     return size if isinstance(size, tuple) else (size, size)
 
 
@@ -425,10 +458,13 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> PaleTransformer:
         variant,
         pretrained,
         config=replace(VARIANTS[variant], **architecture),
-        feature_cfg={"out_indices": kwargs.pop("out_indices", (0, 1, 2, 3)), "feature_cls": "getter"},
+        feature_cfg={
+            "out_indices": kwargs.pop("out_indices", (0, 1, 2, 3)),
+            "feature_cls": "getter",
+        },
         **kwargs,
     )
-    return cast("PaleTransformer", model)
+    return model
 
 
 @register_model
@@ -455,16 +491,21 @@ def pale_base(pretrained: bool = False, **kwargs: Any) -> PaleTransformer:
     return _create("pale_base", pretrained, **kwargs)
 
 
+def variant(name: str) -> PaleConfig:
+    """The configuration that goes by a model's name, with or without timm's tag ("pale_tiny.untrained")."""
+    base = name.partition(".")[0]
+    check_word("model", base, tuple(VARIANTS))
+    return VARIANTS[base]
+
+
 def create_model(name: str = "pale_tiny", **kwargs: Any) -> PaleTransformer:
     """A model by name, as `timm.create_model` makes it.
 
     Args:
         name: pale_nano, pale_tiny, pale_small or pale_base.
-        kwargs: the fields of `PaleConfig` (attention, pale_size, position, stem_stride, img_size, backend, ...), the
-            arguments of `PaleTransformer` (in_chans, num_classes, drop_path_rate, ...), and timm's (features_only, ...).
+        kwargs: the fields of `PaleConfig` (attention, pale_size, position, stem_stride, img_size,
+            backend, ...), the arguments of `PaleTransformer` (in_chans, num_classes,
+            drop_path_rate, ...), and timm's (features_only, ...).
     """
-    if name.partition(".")[0] not in VARIANTS:
-        close = get_close_matches(name, VARIANTS, n=1, cutoff=0.3)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"model must be one of {', '.join(VARIANTS)}, got {name!r}{hint}")
-    return cast("PaleTransformer", timm.create_model(name, **kwargs))
+    variant(name)
+    return timm.create_model(name, **kwargs)

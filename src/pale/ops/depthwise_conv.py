@@ -1,8 +1,9 @@
 """3x3 depthwise convolution of channels-last maps.
 
-PyTorch's own, seen by the compiler as one operator on (b, h, w, c): handed the convolution and the two permutations
-around it, Inductor picks odd layouts for the tensors in between and copies each input once for every convolution that
-reads it (on two CPU cores this took a tenth of a compiled Pale-T).
+PyTorch's own, seen by the compiler as one operator on (b, h, w, c): handed the convolution and the
+two permutations around it, Inductor picks odd layouts for the tensors in between and copies each
+input once for every convolution that reads it (on two CPU cores this took a tenth of a compiled
+Pale-T).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`pale_attention`: check, choose a back-end, call it. The definition is `reference.py`, the index maps are `region.py`."""
+"""`pale_attention`: check, choose a back-end, call it.
+
+The definition is `reference.py`, the index maps are `region.py`.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,11 @@ def pale_attention(
         k: keys.
         v: values.
         pale_size: (s_r, s_c), the interlaced rows and columns of one pale.
-        scope: "parallel": the first half of the heads attends in row groups, the second half in column groups;
-            "row", "column": all heads; "pale": rows and columns of a pale together, a token of two pales gets the mean.
-        grouping: row i of h belongs to group `i mod ceil(h / s_r)` ("interlaced") or `i // s_r` ("contiguous").
+        scope: "parallel": the first half of the heads attends in row groups, the second half in
+            column groups; "row", "column": all heads; "pale": rows and columns of a pale together,
+            a token of two pales gets the mean.
+        grouping: row i of h belongs to group `i mod ceil(h / s_r)` ("interlaced") or `i // s_r`
+            ("contiguous"); columns alike.
         backend: "auto" takes the first that can run the call; one that is named runs or raises.
     """
     region = Region(pale_size, scope, grouping)
@@ -46,8 +51,7 @@ def pale_attention(
     check_word("backend", name, get_args(Backend))
     if (reason := BACKENDS[name].unsupported(q, region)) is not None:
         raise ValueError(f"backend {name!r} cannot run this call: {reason}")
-    out: Tensor = BACKENDS[name].forward(q, k, v, region)
-    return out
+    return BACKENDS[name].forward(q, k, v, region)
 
 
 def attention_weights(
@@ -61,31 +65,38 @@ def attention_weights(
 ) -> Tensor:
     """The true weights, (b, heads, h, w), with which the token at row and column `at` sums up the values of the map.
 
-    Zero outside the token's region; under scope "pale" the mean of its one or two pales, as in `pale_attention`.
+    Zero outside the token's region; under scope "pale" the mean of its one or two pales, as in
+    `pale_attention`.
     """
     region = Region(pale_size, scope, grouping)
     _check(q, k, k, region)
     _, h, w, heads, _ = q.shape
     i, j = at
     if not (0 <= i < h and 0 <= j < w):
-        raise ValueError(f"at must be a row in 0..{h - 1} and a column in 0..{w - 1} of the {h}x{w} map, got {at}")
-    members = region.members(h, w, q.device)
+        raise ValueError(
+            f"at must be a row in 0..{h - 1} and a column in 0..{w - 1} of the {h}x{w} map, got {at}"
+        )
+    members = [region.members(kind, h, w, q.device) for kind in region.kinds]
     if scope != "parallel":
-        return reference.weights_at(q, k, at, members[scope])
+        return reference.weights_at(q, k, at, members[0])
     half = heads // 2
-    x_r = reference.weights_at(q[..., :half, :], k[..., :half, :], at, members["row"])
-    x_c = reference.weights_at(q[..., half:, :], k[..., half:, :], at, members["column"])
+    x_r = reference.weights_at(q[..., :half, :], k[..., :half, :], at, members[0])
+    x_c = reference.weights_at(q[..., half:, :], k[..., half:, :], at, members[1])
     return torch.cat([x_r, x_c], dim=1)
 
 
 def choose(q: Tensor, region: Region) -> str:
     """The back-end that "auto" takes: the first with no reason against it."""
-    return next(name for name, backend in BACKENDS.items() if backend.unsupported(q, region) is None)
+    return next(
+        name for name, backend in BACKENDS.items() if backend.unsupported(q, region) is None
+    )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, region: Region) -> None:
     if q.dim() != 5:
-        raise ValueError(f"q, k and v must be (b, h, w, heads, d), five dimensions, got q of shape {tuple(q.shape)}")
+        raise ValueError(
+            f"q, k and v must be (b, h, w, heads, d), five dimensions, got q of shape {tuple(q.shape)}"
+        )
     if q.shape != k.shape or q.shape != v.shape:
         raise ValueError(
             "q, k and v must have one shape (b, h, w, heads, d), got "
@@ -96,7 +107,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, region: Region) -> None:
             f"q, k and v must have one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them first"
         )
     if q.device != k.device or q.device != v.device:
-        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}; move them first")
+        raise ValueError(
+            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}; move them first"
+        )
     heads = q.shape[3]
     if region.scope == "parallel" and heads % 2:
         raise ValueError(

@@ -15,12 +15,13 @@ def unsupported(q: Tensor, region: Region) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
     """Attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
-    members = region.members(q.shape[1], q.shape[2], q.device)
+    h, w = q.shape[1:3]
+    members = [region.members(kind, h, w, q.device) for kind in region.kinds]
     if region.scope != "parallel":
-        return attend(q, k, v, members[region.scope])
+        return attend(q, k, v, members[0])
     half = q.shape[3] // 2
-    x_r = attend(q[..., :half, :], k[..., :half, :], v[..., :half, :], members["row"])
-    x_c = attend(q[..., half:, :], k[..., half:, :], v[..., half:, :], members["column"])
+    x_r = attend(q[..., :half, :], k[..., :half, :], v[..., :half, :], members[0])
+    x_c = attend(q[..., half:, :], k[..., half:, :], v[..., half:, :], members[1])
     return torch.cat([x_r, x_c], dim=3)
 
 
@@ -41,5 +42,8 @@ def weights_at(q: Tensor, k: Tensor, at: tuple[int, int], members: Tensor) -> Te
     i, j = at
     scores = torch.einsum("bnd,bhwnd->bnhw", q[:, i, j], k) * q.shape[-1] ** -0.5
     groups = members[members[:, i, j]]  # (1 or 2, h, w)
-    maps = [scores.masked_fill(~group, -torch.inf).flatten(2).softmax(-1).view_as(scores) for group in groups]
+    maps = [
+        scores.masked_fill(~group, -torch.inf).flatten(2).softmax(-1).view_as(scores)
+        for group in groups
+    ]
     return torch.stack(maps).mean(0)

@@ -1,22 +1,24 @@
 """Which tokens attend to which: the one place where rows and columns are put into groups.
 
-Row `i` of `h` belongs to row group `i mod n_r` (interlaced, the paper's) or `i // s_r` (contiguous, CSWin's), with
-`n_r = ceil(h / s_r)` groups; columns alike with `s_c`, `n_c`. Sizes need not divide: groups are ragged, never padded.
-The scope `pale` joins row group `p` and column group `p` into pale `p`; interlaced, both directions then share
-`n = max(n_r, n_c)`, and for some `p` one of the two may be empty.
+Row `i` of `h` belongs to row group `i mod n_r` (interlaced, the paper's) or `i // s_r` (contiguous,
+CSWin's), with `n_r = ceil(h / s_r)` groups; columns alike with `s_c`, `n_c`. Sizes need not divide:
+groups are ragged, never padded. The scope `pale` joins row group `p` and column group `p` into pale
+`p`; interlaced, both directions then share `n = max(n_r, n_c)`, and for some `p` one of the two may
+be empty.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 Scope = Literal["parallel", "row", "column", "pale"]
 Grouping = Literal["interlaced", "contiguous"]
+Kind = Literal["row", "column", "pale"]
 
 
 def check_word(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -38,9 +40,14 @@ class Region:
     def __post_init__(self) -> None:
         """Check words and numbers, so that a Region that exists is valid."""
         size = self.pale_size
-        if not (isinstance(size, tuple) and len(size) == 2 and all(type(s) is int and s >= 1 for s in size)):
+        if not (
+            isinstance(size, tuple)
+            and len(size) == 2
+            and all(type(s) is int and s >= 1 for s in size)
+        ):
             raise ValueError(
-                f"pale_size must be (s_r, s_c), two whole numbers of at least 1, got {size!r}; use (7, 7) as the paper does"
+                f"pale_size must be (s_r, s_c), two whole numbers of at least 1, got {size!r}; "
+                "use (7, 7) as the paper does"
             )
         check_word("scope", self.scope, get_args(Scope))
         check_word("grouping", self.grouping, get_args(Grouping))
@@ -49,7 +56,7 @@ class Region:
         """Number of row groups and of column groups on an `h` x `w` map."""
         n_r, n_c = -(-h // self.pale_size[0]), -(-w // self.pale_size[1])
         if self.scope == "pale" and self.grouping == "interlaced":
-            n_r = n_c = torch.sym_max(n_r, n_c)
+            n_r = n_c = cast("int", torch.sym_max(n_r, n_c))
         return n_r, n_c
 
     def groups(self, h: int, w: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -60,17 +67,22 @@ class Region:
         n_r, n_c = self.counts(h, w)
         return i % n_r, j % n_c
 
-    def members(self, h: int, w: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Tokens of each row group, column group and pale: boolean maps (groups, h, w) under "row", "column", "pale"."""
+    def members(self, kind: Kind, h: int, w: int, device: torch.device | str = "cpu") -> Tensor:
+        """Tokens of each row group, column group or pale: boolean maps (groups, h, w)."""
         row, column = self.groups(h, w, device)
         n_r, n_c = self.counts(h, w)
-        p = torch.arange(max(n_r, n_c), device=device)[:, None]
-        rows = (row == p)[:, :, None].expand(-1, h, w)  # (n, h, w)
-        columns = (column == p)[:, None, :].expand(-1, h, w)
-        return {"row": rows[:n_r], "column": columns[:n_c], "pale": rows | columns}
+        n = {"row": n_r, "column": n_c, "pale": max(n_r, n_c)}[kind]
+        p = torch.arange(n, device=device)[:, None, None]
+        rows, columns = row[:, None] == p, column[None, :] == p  # (n, h, 1), (n, 1, w)
+        return {"row": rows, "column": columns, "pale": rows | columns}[kind].expand(n, h, w)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of groups that heads attend in."""
+        return ("row", "column") if self.scope == "parallel" else (self.scope,)
 
     def pairs(self, h: int, w: int, heads: int) -> int:
-        """Query-key pairs that the region asks for, over all heads: each costs `d` multiply-adds twice (q k, then p v)."""
+        """Query-key pairs that the region asks for, over all heads; each costs `d` multiply-adds twice."""
         n_r, n_c = self.counts(h, w)
         rows = _sizes(h, n_r, self.pale_size[0], self.grouping)
         columns = _sizes(w, n_c, self.pale_size[1], self.grouping)

@@ -1,23 +1,26 @@
-"""Pale attention through PyTorch's scaled dot product: fast wherever PyTorch runs, no score matrix, no loop over groups.
+"""Pale attention through PyTorch's scaled dot product: no score matrix, no loop over groups.
 
-Rows are laid out as (groups, rows of a group), which is a reshape of the map, and each group becomes one entry of the
-batch. Where `h` is not groups x rows, the last rows are padding: masked as keys, dropped as queries. With
-`ceil(h / n)` rows a group (not `s_r`) an interlaced group never holds more than one padded row.
+Rows are laid out as (groups, rows of a group), which is a reshape of the map, and each group
+becomes one entry of the batch. Where `h` is not groups x rows, the last rows are padding: masked as
+keys, dropped as queries. With `ceil(h / n)` rows a group (not `s_r`) an interlaced group never
+holds more than one padded row.
 
-Eager and exported programs run `attend` as it stands. Under `torch.compile` it is one opaque operator, because a
-compiler that looks inside specialises on the number of groups and recompiles at every size.
+Eager, exported and compiled programs of a fixed size run `attend` as it stands. Compiled for
+dynamic sizes it is one opaque operator, because a compiler that looks inside specialises on the
+number of groups and recompiles at every size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .region import Grouping, Region, Scope
+from .region import Region
 
 # Without cuDNN: a compiled model trained through it stayed at chance (torch 2.11, H200).
 CUDA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -30,10 +33,17 @@ def unsupported(q: Tensor, region: Region) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
     """Attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not _traceable(q):
         s_r, s_c = region.pale_size
         return opaque(q, k, v, s_r, s_c, region.scope, region.grouping)
     return attend(q, k, v, region)
+
+
+def _traceable(q: Tensor) -> bool:
+    """Whether a compiler may look inside: sizes are fixed, and no CUDA kernel is chosen behind our back."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not q.is_cuda and has_static_value(q.shape[1]) and has_static_value(q.shape[2])
 
 
 @dataclass(frozen=True)
@@ -47,32 +57,41 @@ class Groups:
     interlaced: bool
 
     def pack(self, x: Tensor) -> Tensor:
-        """(b, h, w, heads, d) -> (b*n, heads, size*w, d), for columns (b*n, heads, size*h, d)."""
-        x = x.transpose(1, self.axis)
+        """(b, h, w, heads, d) -> (b*n, heads, tokens of a group, d); a view where the memory allows it."""
         if not _known(self.padding == 0):
-            x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, self.padding))
-        if self.interlaced:
-            x = x.unflatten(1, (self.size, self.n)).permute(0, 2, 4, 1, 3, 5)
-        else:
-            x = x.unflatten(1, (self.n, self.size)).permute(0, 1, 4, 2, 3, 5)
-        return x.flatten(3, 4).flatten(0, 1)
+            x = F.pad(x, (0, 0, 0, 0) + (0, 0) * (2 - self.axis) + (0, self.padding))
+        x = x.unflatten(self.axis, (self.size, self.n) if self.interlaced else (self.n, self.size))
+        x = x.movedim(
+            self.axis + self.interlaced, 1
+        )  # (b, n, size, w, heads, d) or (b, n, h, size, heads, d)
+        return x.flatten(2, 3).transpose(2, 3).flatten(0, 1)
 
     def unpack(self, y: Tensor) -> Tensor:
         """The inverse of `pack`."""
-        y = y.unflatten(2, (self.size, -1)).unflatten(0, (-1, self.n))  # (b, n, heads, size, w, d)
-        y = y.permute(0, 3, 1, 4, 2, 5) if self.interlaced else y.permute(0, 1, 3, 4, 2, 5)
-        return y.flatten(1, 2)[:, : self.length].transpose(1, self.axis)
+        y = y.unflatten(0, (-1, self.n)).transpose(2, 3)
+        y = y.unflatten(2, (self.size, -1) if self.axis == 1 else (-1, self.size))
+        y = y.movedim(1, self.axis + self.interlaced).flatten(self.axis, self.axis + 1)
+        return y.narrow(self.axis, 0, self.length)
+
+    def tokens(self, slots: Tensor, across: Tensor) -> Tensor:
+        """By token, (n, tokens): what holds of its slot, (n, size), and across, (n, w) for rows, (n, h) for columns."""
+        if self.axis == 1:
+            return (slots[:, :, None] & across[:, None, :]).flatten(1)
+        return (across[:, :, None] & slots[:, None, :]).flatten(1)
 
     @property
     def padding(self) -> int:
+        """Slots without a row (or column)."""
         return self.n * self.size - self.length
 
-    def index(self, device: torch.device) -> Tensor:
-        """Row (or column) in each slot, (n, size); `length` and more is padding."""
-        slots = torch.arange(self.n * self.size, device=device)
-        if self.interlaced:
-            return slots.unflatten(0, (self.size, self.n)).T
-        return slots.unflatten(0, (self.n, self.size))
+    def valid(self, device: torch.device) -> Tensor:
+        """Which slots hold a row (or column) of the map, (n, size)."""
+        slots = torch.arange(self.n * self.size, device=device) < self.length
+        return (
+            slots.unflatten(0, (self.size, self.n)).T
+            if self.interlaced
+            else slots.unflatten(0, (self.n, self.size))
+        )
 
 
 def layout(h: int, w: int, region: Region) -> tuple[Groups, Groups]:
@@ -80,9 +99,11 @@ def layout(h: int, w: int, region: Region) -> tuple[Groups, Groups]:
     n_r, n_c = region.counts(h, w)
     if region.grouping == "interlaced":
         return Groups(1, n_r, -(-h // n_r), h, True), Groups(2, n_c, -(-w // n_c), w, True)
-    s_r, s_c = torch.sym_min(region.pale_size[0], h), torch.sym_min(region.pale_size[1], w)
+    s_r, s_c = (
+        cast("int", torch.sym_min(s, x)) for s, x in zip(region.pale_size, (h, w), strict=True)
+    )
     if region.scope == "pale":
-        n_r = n_c = torch.sym_max(n_r, n_c)
+        n_r = n_c = cast("int", torch.sym_max(n_r, n_c))
     return Groups(1, n_r, s_r, h, False), Groups(2, n_c, s_c, w, False)
 
 
@@ -118,8 +139,8 @@ def attend_groups(q: Tensor, k: Tensor, v: Tensor, groups: Groups) -> Tensor:
     """Attention inside row groups or column groups."""
     mask = None
     if not _known(groups.padding == 0):
-        valid = groups.index(q.device) < groups.length  # (n, size)
-        mask = _keys(valid[:, :, None].expand(-1, -1, q.shape[3 - groups.axis]).flatten(1), q.shape[0])
+        across = torch.ones(1, q.shape[3 - groups.axis], dtype=torch.bool, device=q.device)
+        mask = _keys(groups.tokens(groups.valid(q.device), across), q.shape[0])
     return groups.unpack(_sdpa(groups.pack(q), groups.pack(k), groups.pack(v), mask))
 
 
@@ -128,17 +149,18 @@ def attend_pales(
 ) -> Tensor:
     """Attention inside whole pales; `row_group` is the group of each row, (h,).
 
-    A pale is its rows followed by its columns. Where they cross a token stands twice: the second time it is
-    masked as a key, and as a query it gives the same result again. So the part computed in the rows and the part
-    computed in the columns each cover the map once, and their mean is the mean over the one or two pales of a token.
+    A pale is its rows followed by its columns. Where they cross a token stands twice: the second
+    time it is masked as a key, and as a query it gives the same result again. So the part computed
+    in the rows and the part computed in the columns each cover the map once, and their mean is the
+    mean over the one or two pales of a token.
     """
-    b, h, w = q.shape[:3]
-    i, j = rows.index(q.device), columns.index(q.device)  # (n, size)
+    b, _, w = q.shape[:3]
     p = torch.arange(rows.n, device=q.device)[:, None]
-    in_rows = (i < h)[:, :, None].expand(-1, -1, w).flatten(1)
-    in_columns = ((j < w)[:, :, None] & (row_group != p)[:, None, :]).flatten(1)
+    in_rows = rows.tokens(rows.valid(q.device), torch.ones(1, w, dtype=torch.bool, device=q.device))
+    in_columns = columns.tokens(columns.valid(q.device), row_group != p)
     mask = _keys(torch.cat([in_rows, in_columns], 1), b)
-    y = _sdpa(*(torch.cat([rows.pack(x), columns.pack(x)], 2) for x in (q, k, v)), mask)
+    q, k, v = (torch.cat([rows.pack(x), columns.pack(x)], 2) for x in (q, k, v))
+    y = _sdpa(q, k, v, mask)
     split = rows.size * w
     return (rows.unpack(y[:, :, :split]) + columns.unpack(y[:, :, split:])) / 2
 
@@ -169,7 +191,7 @@ def opaque(
     q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, scope: str, grouping: str
 ) -> Tensor:
     """`attend` as one operator."""
-    return attend(q, k, v, _region(s_r, s_c, scope, grouping)).contiguous()
+    return attend(q, k, v, Region((s_r, s_c), scope, grouping)).contiguous()  # type: ignore[arg-type]
 
 
 @opaque.register_fake
@@ -177,41 +199,38 @@ def _(q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, scope: str, grouping:
     return q.new_empty(q.shape)
 
 
+# Defined by hand, not by `custom_op`, whose kernels run with autograd shut off: this one runs `attend`
+# again and differentiates it, so that every device keeps PyTorch's own backward kernels.
 _library = torch.library.Library("pale", "FRAGMENT")
 _library.define(
-    "sdpa_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, int s_r, int s_c, str scope, str grouping)"
-    " -> (Tensor, Tensor, Tensor)"
+    "sdpa_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, "
+    "int s_r, int s_c, str scope, str grouping) -> (Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.impl(_library, "sdpa_attention_backward", "CompositeExplicitAutograd")
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, scope: str, grouping: str
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, *words: Any
 ) -> tuple[Tensor, ...]:
     with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = attend(*inputs, _region(s_r, s_c, scope, grouping))
-    return tuple(x.contiguous() for x in torch.autograd.grad(out, inputs, grad))
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = attend(q, k, v, Region((s_r, s_c), *words))
+    return tuple(x.contiguous() for x in torch.autograd.grad(out, (q, k, v), grad))
 
 
 @torch.library.register_fake("pale::sdpa_attention_backward", lib=_library)
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, scope: str, grouping: str
-) -> tuple[Tensor, ...]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *region: Any) -> tuple[Tensor, ...]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.region = inputs[3:]
 
 
-def _backward(ctx, grad):
-    return *torch.ops.pale.sdpa_attention_backward(grad, *ctx.saved_tensors, *ctx.region), None, None, None, None
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.pale.sdpa_attention_backward(grad, *ctx.saved_tensors, *ctx.region)
+    return *grads, None, None, None, None
 
 
 opaque.register_autograd(_backward, setup_context=_save)
-
-
-def _region(s_r: int, s_c: int, scope: Scope, grouping: Grouping) -> Region:
-    return Region((s_r, s_c), scope, grouping)

@@ -1,0 +1,77 @@
+"""What is installed, which devices are there, which back-end would run on each, and why not another."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from . import __version__
+from .ops.pale_attention import BACKENDS, choose, pale_attention
+from .ops.pale_attention.region import Region
+
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "triton",
+    "transformers",
+    "segmentation-models-pytorch",
+    "onnxruntime",
+)
+
+
+def examine() -> dict[str, Any]:
+    """All facts, ready for JSON."""
+    return {
+        "pale": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": [_device(torch.device(name)) for name in _devices()],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    names = ["cpu"]
+    names += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    return names
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        props = torch.cuda.get_device_properties(device)
+        about = f"{props.name}, compute {props.major}.{props.minor}, {props.total_memory / 2**30:.0f} GiB"
+        dtype = torch.bfloat16
+    else:
+        about = (
+            f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+            if device.type == "cpu"
+            else "Apple GPU"
+        )
+        dtype = torch.float32
+    region = Region((7, 7))
+    q = torch.randn(1, 14, 14, 4, 32, device=device, dtype=dtype)
+    name: Any = choose(q, region)
+    # Running it is the only proof; a failure here should be seen as it is.
+    works = bool(pale_attention(q, q, q, pale_size=region.pale_size, backend=name).isfinite().all())
+    reasons = {other: BACKENDS[other].unsupported(q, region) for other in BACKENDS if other != name}
+    return {
+        "device": str(device),
+        "about": about,
+        "backend": name,
+        "works": works,
+        "others": {other: reason or f"{name} comes first" for other, reason in reasons.items()},
+    }

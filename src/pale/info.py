@@ -1,0 +1,62 @@
+"""A model on an image of a given size, stage by stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .cost import Cost, count
+from .ops.pale_attention.region import Region
+from .pale_transformer import PaleConfig
+
+BYTES = 2  # of a number kept for the backward pass, in bf16
+
+
+def describe(
+    name: str, config: PaleConfig, size: tuple[int, int], in_chans: int = 3, num_classes: int = 1000
+) -> dict[str, Any]:
+    """Maps, groups, tokens, parameters, multiply-adds and memory, ready for JSON."""
+    ideal = count(config, size, in_chans=in_chans, num_classes=num_classes)
+    executed = count(config, size, counting="executed", in_chans=in_chans, num_classes=num_classes)
+    stages = []
+    for i, (h, w) in enumerate(config.maps(*size)):
+        groups = _groups([config.region(i, j) for j in range(config.depths[i])], h, w)
+        prefix = f"stages.{i}."
+        stages.append(
+            {
+                "stage": i + 1,
+                "map": (h, w),
+                "blocks": config.depths[i],
+                "channels": config.channels[i],
+                "heads": config.heads[i],
+                "pale_size": config.pale_sizes[i],
+                "groups": {kind: len(sizes) for kind, sizes in groups.items()},
+                "tokens": (min(map(min, groups.values())), max(map(max, groups.values()))),
+                **_totals(ideal.under(prefix), executed.under(prefix)),
+            }
+        )
+    return {
+        "model": name,
+        "attention": config.attention,
+        "position": config.position,
+        "size": size,
+        "stages": stages,
+        "total": _totals(ideal, executed),
+    }
+
+
+def _groups(regions: list[Region], h: int, w: int) -> dict[str, list[int]]:
+    """Tokens of each row group, column group or pale that some block attends in."""
+    groups: dict[str, list[int]] = {}
+    for region in regions:
+        for kind in region.kinds:
+            groups[kind] = region.members(kind, h, w).flatten(1).sum(1).tolist()
+    return groups
+
+
+def _totals(ideal: Cost, executed: Cost) -> dict[str, float]:
+    return {
+        "params": ideal.params,
+        "macs": ideal.macs,
+        "padding": executed.macs / ideal.macs - 1,
+        "kept_bytes": ideal.kept * BYTES,
+    }

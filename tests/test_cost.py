@@ -1,0 +1,160 @@
+"""The cost model against the paper's tables, its formulas, and PyTorch's own counter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import pale
+from pale import cost
+from pale.ops.pale_attention.region import Region
+from pale.pale_transformer import PALE_B, PALE_S, PALE_T, VARIANTS
+
+MODES = ["parallel", "sequential", "vanilla", "axial", "cross"]
+
+# Every ImageNet figure of the Pale rows, copied from the paper once more: (table, row): (parameters
+# M, multiply-adds G).
+FIGURES = {
+    ("Variants, ImageNet-1K", "Pale-T"): (22, 4.2),
+    ("Variants, ImageNet-1K", "Pale-T*"): (22, 4.2),
+    ("Variants, ImageNet-1K", "Pale-S"): (48, 9.0),
+    ("Variants, ImageNet-1K", "Pale-S*"): (48, 9.0),
+    ("Variants, ImageNet-1K", "Pale-B"): (85, 15.6),
+    ("Variants, ImageNet-1K", "Pale-B*"): (85, 15.6),
+    ("Pale size", "1 1 1 1"): (22, 3.8),
+    ("Pale size", "3 3 3 3"): (22, 4.1),
+    ("Pale size", "5 5 5 5"): (22, 4.4),
+    ("Pale size", "7 7 7 7"): (22, 4.2),
+    ("Pale size", "9 9 9 9"): (22, 5.4),
+    ("Attention mode", "Axial"): (22, 3.8),
+    ("Attention mode", "Cross-Shaped"): (22, 4.2),
+    ("Attention mode", "Pale (vanilla)"): (22, 5.4),
+    ("Attention mode", "Pale (sequential)"): (22, 4.2),
+    ("Attention mode", "Pale (parallel)"): (22, 4.2),
+    ("Position", "no pos."): (22, 4.2),
+    ("Position", "APE"): (22, 4.2),
+    ("Position", "CPE"): (22, 4.2),
+}
+
+
+def test_every_pale_row_of_the_paper_is_met_within_two_percent():
+    rows = {(row.table, row.setting): row for row in cost.reproduce()}
+    assert rows.keys() == FIGURES.keys()
+    for key, (params, macs) in FIGURES.items():
+        row = rows[key]
+        assert (row.params_paper, row.macs_paper) == (params, macs)
+        assert round(row.params) == params, key
+        assert row.macs == pytest.approx(macs, rel=0.02), key
+
+
+def test_main_variants_meet_the_paper_after_rounding():
+    counted = [
+        cost.count(config, (224, 224), counting="paper") for config in (PALE_T, PALE_S, PALE_B)
+    ]
+    assert [round(total.params / 1e6) for total in counted] == [22, 48, 85]
+    assert [round(total.macs / 1e9, 1) for total in counted[:2]] == [4.2, 9.0]
+    assert counted[2].macs == pytest.approx(15.6e9, rel=0.005)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("position", ["cpe", "ape", "none"])
+def test_counted_parameters_are_those_of_the_model(name, position):
+    arguments = {"position": position, "img_size": (96, 130)}
+    model = pale.create_model(name, in_chans=5, num_classes=11, device="meta", **arguments)
+    config = replace(VARIANTS[name], **arguments)
+    total = cost.count(config, (64, 64), in_chans=5, num_classes=11)
+    assert total.params == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("attention", MODES)
+@pytest.mark.parametrize("size", [(224, 224), (100, 173), (225, 320)], ids=str)
+def test_executed_count_equals_pytorchs_counter_to_the_digit(size, attention, backend):
+    arguments = {"attention": attention}
+    if size == (225, 320) and attention != "axial":
+        arguments["pale_size"] = 9
+    if attention != "parallel" or backend != "sdpa":
+        arguments["depths"] = (2, 2, 2, 2)
+    model = pale.create_model("pale_tiny", backend=backend, **arguments).eval()
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(torch.randn(1, 3, *size))
+    total = cost.count(replace(PALE_T, **arguments), size, counting="executed", backend=backend)
+    assert counter.get_total_flops() == 2 * total.macs
+
+
+@given(
+    n_r=st.integers(1, 6),
+    n_c=st.integers(1, 6),
+    s_r=st.integers(1, 9),
+    s_c=st.integers(1, 9),
+    heads=st.sampled_from([2, 4]),
+    grouping=st.sampled_from(["interlaced", "contiguous"]),
+)
+def test_ideal_count_is_the_papers_formula_where_sizes_divide(n_r, n_c, s_r, s_c, heads, grouping):
+    h, w, c = n_r * s_r, n_c * s_c, heads * 8
+    region = Region((s_r, s_c), "parallel", grouping)
+    formula = cost.parallel_attention(h, w, c, s_r, s_c)
+    for counting in ("ideal", "executed", "paper"):
+        assert cost.attention(region, h, w, c, heads, counting) == formula
+
+
+def test_one_group_of_all_rows_is_global_attention_plus_phi():
+    h, w, c = 6, 10, 32
+    row = cost.attention(Region((h, w), "row"), h, w, c, heads=2)
+    assert row == cost.global_attention(h, w, c) + 27 * h * w * c
+
+
+@pytest.mark.parametrize("attention", MODES)
+@given(h=st.integers(1, 400), w=st.integers(1, 400))
+def test_ideal_never_costs_more_than_executed_nor_executed_more_than_paper(attention, h, w):
+    config = replace(PALE_T, attention=attention, depths=(2, 2, 2, 2))
+    ideal, executed, paper = (
+        cost.count(config, (h, w), counting=way).macs for way in ("ideal", "executed", "paper")
+    )
+    assert ideal <= executed
+    if (
+        attention != "vanilla"
+    ):  # its executed form repeats crossings, which the paper's padding may not outweigh
+        assert executed <= paper
+
+
+@pytest.mark.parametrize("size", [(224, 224), (100, 173)], ids=str)
+def test_kept_activations_are_those_that_autograd_saves(size):
+    """Within a tenth: the estimate leaves out padding, masks, statistics and the image itself."""
+    model = pale.create_model("pale_tiny")
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved = {}
+
+    def keep(x):
+        if (storage := x.untyped_storage()).data_ptr() not in weights:
+            saved[storage.data_ptr()] = (
+                storage.nbytes(),
+                x,
+            )  # holding x keeps its address from being used again
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(torch.randn(1, 3, *size)).sum()
+    assert cost.count(PALE_T, size).kept * 4 == pytest.approx(
+        sum(n for n, _ in saved.values()), rel=0.1
+    )
+
+
+def test_parts_add_up_and_a_head_can_be_added():
+    head = cost.Cost((cost.Part("decode", 7, 11),))
+    total = cost.backbone(PALE_T, (64, 64)) + head
+    stages = [total.under(f"stages.{i}.") for i in range(4)]
+    assert total.macs == sum(stage.macs for stage in stages) + 11
+    assert total.params == sum(stage.params for stage in stages) + 7
+
+
+def test_an_unknown_way_to_count_is_an_error():
+    with pytest.raises(
+        ValueError,
+        match=r"counting must be one of paper, ideal, executed, got 'idael'; did you mean 'ideal'",
+    ):
+        cost.count(PALE_T, (224, 224), counting="idael")

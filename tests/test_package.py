@@ -1,0 +1,56 @@
+"""The package as it is installed: import time, and the wheel alone in an empty environment."""
+
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+
+def seconds_to_import(module: str) -> float:
+    code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+@pytest.mark.slow
+def test_importing_pale_takes_little_more_than_importing_timm():
+    extra = min(seconds_to_import("timm, pale") for _ in range(3)) - min(
+        seconds_to_import("timm") for _ in range(3)
+    )
+    assert extra < 0.3
+
+
+def test_importing_pale_imports_no_triton_and_no_optional_package():
+    code = "import sys, timm; before = set(sys.modules); import pale; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not re.findall(
+        r"\b(triton|transformers|segmentation_models_pytorch|onnx|rich)\b", done.stdout
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_wheel_alone_in_an_empty_environment_runs(project: Path, tmp_path: Path):
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, project],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("pale_transformer-*.whl")
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", wheel], check=True, capture_output=True
+    )
+    code = "import torch, timm, pale; print(timm.create_model('pale_nano')(torch.randn(1, 3, 97, 130)).shape)"
+    done = subprocess.run(
+        [python, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert "1, 1000" in done.stdout
+    done = subprocess.run(
+        [python.parent / "pale", "doctor"], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert "works" in done.stdout
