@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .ops.depthwise_conv import depthwise_conv
+from .ops.depthwise_conv import depthwise_conv, depthwise_convs
 
 
 class DepthwiseConv(nn.Conv2d):
@@ -31,7 +31,14 @@ class SeparableConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, c) -> (b, h, w, c)."""
-        return self.pointwise(self.depthwise(x))
+        return separable_convs(x, self)[0]
+
+
+def separable_convs(x: Tensor, *convs: SeparableConv) -> list[Tensor]:
+    """Several separable convolutions of one map, whose depthwise halves read it together."""
+    weights = [conv.depthwise.weight for conv in convs]
+    maps = depthwise_convs(x, weights, [conv.depthwise.bias for conv in convs])
+    return [conv.pointwise(y) for conv, y in zip(convs, maps, strict=True)]
 
 
 class LayerNorm2d(nn.LayerNorm):

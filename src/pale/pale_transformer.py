@@ -31,9 +31,10 @@ from timm.models._features_fx import register_notrace_function
 from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
-from .layers import DepthwiseConv, LayerNorm2d, SeparableConv
+from .layers import DepthwiseConv, LayerNorm2d, SeparableConv, separable_convs
 from .ops.pale_attention import Backend, pale_attention
 from .ops.pale_attention.region import Region, check_word
+from .ops.sizes import exporting, opaque_sizes
 
 AttentionMode = Literal["parallel", "sequential", "vanilla", "axial", "cross"]
 Position = Literal["cpe", "ape", "none"]
@@ -147,7 +148,9 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c_in, h, w) -> (b, h / stride, w / stride, c), rounded up."""
-        x = self.conv(x.contiguous(memory_format=torch.channels_last))
+        if not exporting():  # which memory format a map has depends on its size
+            x = x.contiguous(memory_format=torch.channels_last)
+        x = self.conv(x)
         return self.norm(x.permute(0, 2, 3, 1))
 
 
@@ -176,13 +179,14 @@ class APE(nn.Module):
 def resize_map(map_: Tensor, like: Tensor) -> Tensor:
     """Resize (1, h, w, c) to the height and width of `like`, (b, h, w, c)."""
     size = like.shape[1], like.shape[2]
-    if map_.shape[1:3] == size:
+    if not exporting() and map_.shape[1:3] == size:
         return map_
     x = F.interpolate(map_.permute(0, 3, 1, 2).float(), size, mode="bicubic", antialias=True)
     return x.permute(0, 2, 3, 1).to(map_.dtype)
 
 
 register_notrace_function(resize_map)
+register_notrace_function(opaque_sizes)
 
 
 class PSAttention(nn.Module):
@@ -204,9 +208,8 @@ class PSAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, c) -> (b, h, w, c)."""
-        q, k, v = (
-            phi(x).unflatten(-1, (self.heads, -1)) for phi in (self.phi_q, self.phi_k, self.phi_v)
-        )
+        qkv = separable_convs(x, self.phi_q, self.phi_k, self.phi_v)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in qkv)
         region = self.region
         y = pale_attention(
             q,
@@ -262,6 +265,7 @@ class PaleStage(nn.Module):
             self.merge = PatchMerging(in_chans, c, kernel=7, stride=config.stem_stride, **dd)
         else:
             self.merge = PatchMerging(config.channels[stage - 1], c, kernel=3, stride=2, **dd)
+        self.first = stage == 0
         self.ape = None
         if config.position == "ape":
             self.ape = APE(*config.maps(*image_size(config.img_size))[stage], c, **dd)
@@ -272,7 +276,7 @@ class PaleStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c_in, h, w) -> (b, c, h / stride, w / stride), rounded up."""
-        x = self.merge(x)
+        x = self.merge(opaque_sizes(x) if self.first else x)
         if self.ape is not None:
             x = x + self.ape(x)
         x = checkpoint_seq(self.blocks, x) if self.grad_checkpointing else self.blocks(x)
@@ -309,7 +313,7 @@ class PaleTransformer(nn.Module):
         ]
         self.norm: nn.Module = LayerNorm2d(self.num_features, **dd)
         self.head = ClassifierHead(
-            self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd
+            self.num_features, num_classes, pool_type=_fast(global_pool), drop_rate=drop_rate, **dd
         )
         self.init_weights()
 
@@ -393,7 +397,8 @@ class PaleTransformer(nn.Module):
         self.num_classes = num_classes
         if global_pool is not None:
             self.global_pool = global_pool
-        self.head.reset(num_classes, global_pool, **get_device_dtype(self))
+        pool_type = None if global_pool is None else _fast(global_pool)
+        self.head.reset(num_classes, pool_type, **get_device_dtype(self))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass in place of keeping its activations."""
@@ -423,6 +428,11 @@ class PaleTransformer(nn.Module):
             "stem": r"^stages\.0\.(?:merge|ape)",
             "blocks": r"^stages\.(\d+)" if coarse else blocks,
         }
+
+
+def _fast(global_pool: str) -> str:
+    # timm's plain reductions: adaptive pooling ties an exported program to maps of several pixels.
+    return f"fast{global_pool.removeprefix('fast')}" if global_pool else ""
 
 
 def image_size(size: int | tuple[int, int]) -> tuple[int, int]:

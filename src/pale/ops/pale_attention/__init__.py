@@ -11,13 +11,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from . import reference, sdpa
+from . import reference, sdpa, triton_op
 from .region import Grouping, Region, Scope, check_word
 
-Backend = Literal["auto", "reference", "sdpa"]
+Backend = Literal["auto", "reference", "sdpa", "triton"]
 
 # In the order in which "auto" tries them.
-BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {"triton": triton_op, "sdpa": sdpa, "reference": reference}
 
 
 def pale_attention(
@@ -71,7 +71,7 @@ def attention_weights(
     region = Region(pale_size, scope, grouping)
     _check(q, k, k, region)
     _, h, w, heads, _ = q.shape
-    i, j = at
+    i, j = at if len(at) == 2 else (-1, -1)
     if not (0 <= i < h and 0 <= j < w):
         raise ValueError(
             f"at must be a row in 0..{h - 1} and a column in 0..{w - 1} of the {h}x{w} map, got {at}"
@@ -97,6 +97,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, region: Region) -> None:
         raise ValueError(
             f"q, k and v must be (b, h, w, heads, d), five dimensions, got q of shape {tuple(q.shape)}"
         )
+    if 0 in q.shape[1:]:
+        raise ValueError(
+            f"the map, its heads and their d must not be empty, got q of shape {tuple(q.shape)}"
+        )
     if q.shape != k.shape or q.shape != v.shape:
         raise ValueError(
             "q, k and v must have one shape (b, h, w, heads, d), got "
@@ -121,6 +125,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, region: Region) -> None:
 def _autocast(*tensors: Tensor) -> list[Tensor]:
     """What autocast does to PyTorch's own attention, here for every back-end alike; float64 stays."""
     device = tensors[0].device.type
-    if tensors[0].dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if tensors[0].dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+        return list(tensors)
+    if not torch.is_autocast_enabled(device):
         return list(tensors)
     return [x.to(torch.get_autocast_dtype(device)) for x in tensors]

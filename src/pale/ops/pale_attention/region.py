@@ -16,6 +16,8 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from ..sizes import ceil_div
+
 Scope = Literal["parallel", "row", "column", "pale"]
 Grouping = Literal["interlaced", "contiguous"]
 Kind = Literal["row", "column", "pale"]
@@ -54,7 +56,7 @@ class Region:
 
     def counts(self, h: int, w: int) -> tuple[int, int]:
         """Number of row groups and of column groups on an `h` x `w` map."""
-        n_r, n_c = -(-h // self.pale_size[0]), -(-w // self.pale_size[1])
+        n_r, n_c = ceil_div(h, self.pale_size[0]), ceil_div(w, self.pale_size[1])
         if self.scope == "pale" and self.grouping == "interlaced":
             n_r = n_c = cast("int", torch.sym_max(n_r, n_c))
         return n_r, n_c
@@ -65,7 +67,8 @@ class Region:
         if self.grouping == "contiguous":
             return i // self.pale_size[0], j // self.pale_size[1]
         n_r, n_c = self.counts(h, w)
-        return i % n_r, j % n_c
+        # By a tensor: the ONNX exporter knows no remainder by a size.
+        return i % torch.full_like(i, n_r), j % torch.full_like(j, n_c)
 
     def members(self, kind: Kind, h: int, w: int, device: torch.device | str = "cpu") -> Tensor:
         """Tokens of each row group, column group or pale: boolean maps (groups, h, w)."""

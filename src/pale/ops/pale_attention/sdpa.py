@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..sizes import ceil_div, exporting, opaque_size
 from .region import Region
 
 # Without cuDNN: a compiled model trained through it stayed at chance (torch 2.11, H200).
@@ -33,7 +34,7 @@ def unsupported(q: Tensor, region: Region) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
     """Attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not _traceable(q):
+    if torch.compiler.is_compiling() and not exporting() and not _traceable(q):
         s_r, s_c = region.pale_size
         return opaque(q, k, v, s_r, s_c, region.scope, region.grouping)
     return attend(q, k, v, region)
@@ -58,20 +59,41 @@ class Groups:
 
     def pack(self, x: Tensor) -> Tensor:
         """(b, h, w, heads, d) -> (b*n, heads, tokens of a group, d); a view where the memory allows it."""
-        if not _known(self.padding == 0):
+        if exporting():
+            # Repeats the last row where others pad with zeros: it is masked all the same.
+            slots = torch.arange(self.size * self.n, device=x.device)
+            x = x.index_select(self.axis, slots.clamp(max=self.length - 1))
+        elif self.padding:
             x = F.pad(x, (0, 0, 0, 0) + (0, 0) * (2 - self.axis) + (0, self.padding))
-        x = x.unflatten(self.axis, (self.size, self.n) if self.interlaced else (self.n, self.size))
-        x = x.movedim(
-            self.axis + self.interlaced, 1
-        )  # (b, n, size, w, heads, d) or (b, n, h, size, heads, d)
+        b, h, w, heads, d = x.shape
+        # Groups come second: (b, n, size, w, heads, d) or (b, n, h, size, heads, d).
+        if self.axis == 1:
+            x = x.reshape(b, *self.split, w, heads, d)
+            x = x.transpose(1, 2) if self.interlaced else x
+        else:
+            x = x.reshape(b, h, *self.split, heads, d)
+            x = x.permute(0, 3, 1, 2, 4, 5) if self.interlaced else x.transpose(1, 2)
         return x.flatten(2, 3).transpose(2, 3).flatten(0, 1)
 
-    def unpack(self, y: Tensor) -> Tensor:
-        """The inverse of `pack`."""
-        y = y.unflatten(0, (-1, self.n)).transpose(2, 3)
-        y = y.unflatten(2, (self.size, -1) if self.axis == 1 else (-1, self.size))
-        y = y.movedim(1, self.axis + self.interlaced).flatten(self.axis, self.axis + 1)
+    def unpack(self, y: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `pack`; `like` is a map as it was before."""
+        b, h, w, heads, d = like.shape
+        y = y.transpose(1, 2)
+        if self.axis == 1:
+            y = y.reshape(b, self.n, self.size, w, heads, d)
+            y = y.transpose(1, 2) if self.interlaced else y
+        else:
+            y = y.reshape(b, self.n, h, self.size, heads, d)
+            y = y.permute(0, 2, 3, 1, 4, 5) if self.interlaced else y.transpose(1, 2)
+        y = y.flatten(self.axis, self.axis + 1)
+        if exporting():
+            return y.index_select(self.axis, torch.arange(self.length, device=y.device))
         return y.narrow(self.axis, 0, self.length)
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """The groups and their slots in the order in which they follow each other on the map."""
+        return (self.size, self.n) if self.interlaced else (self.n, self.size)
 
     def tokens(self, slots: Tensor, across: Tensor) -> Tensor:
         """By token, (n, tokens): what holds of its slot, (n, size), and across, (n, w) for rows, (n, h) for columns."""
@@ -86,24 +108,27 @@ class Groups:
 
     def valid(self, device: torch.device) -> Tensor:
         """Which slots hold a row (or column) of the map, (n, size)."""
-        slots = torch.arange(self.n * self.size, device=device) < self.length
+        group = torch.arange(self.n, device=device)[:, None]
+        slot = torch.arange(self.size, device=device)
         return (
-            slots.unflatten(0, (self.size, self.n)).T
-            if self.interlaced
-            else slots.unflatten(0, (self.n, self.size))
-        )
+            slot * self.n + group if self.interlaced else group * self.size + slot
+        ) < self.length
 
 
 def layout(h: int, w: int, region: Region) -> tuple[Groups, Groups]:
     """Row and column groups of an `h` x `w` map as they are executed."""
     n_r, n_c = region.counts(h, w)
-    if region.grouping == "interlaced":
-        return Groups(1, n_r, -(-h // n_r), h, True), Groups(2, n_c, -(-w // n_c), w, True)
-    s_r, s_c = (
-        cast("int", torch.sym_min(s, x)) for s, x in zip(region.pale_size, (h, w), strict=True)
-    )
     if region.scope == "pale":
-        n_r = n_c = cast("int", torch.sym_max(n_r, n_c))
+        n_r = n_c = opaque_size(cast("int", torch.sym_max(n_r, n_c)))
+    else:
+        n_r, n_c = opaque_size(n_r), opaque_size(n_c)
+    if region.grouping == "interlaced":
+        size_r, size_c = opaque_size(ceil_div(h, n_r)), opaque_size(ceil_div(w, n_c))
+        return Groups(1, n_r, size_r, h, True), Groups(2, n_c, size_c, w, True)
+    s_r, s_c = (
+        opaque_size(cast("int", torch.sym_min(s, x)))
+        for s, x in zip(region.pale_size, (h, w), strict=True)
+    )
     return Groups(1, n_r, s_r, h, False), Groups(2, n_c, s_c, w, False)
 
 
@@ -138,10 +163,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
 def attend_groups(q: Tensor, k: Tensor, v: Tensor, groups: Groups) -> Tensor:
     """Attention inside row groups or column groups."""
     mask = None
-    if not _known(groups.padding == 0):
+    if exporting() or groups.padding:
         across = torch.ones(1, q.shape[3 - groups.axis], dtype=torch.bool, device=q.device)
         mask = _keys(groups.tokens(groups.valid(q.device), across), q.shape[0])
-    return groups.unpack(_sdpa(groups.pack(q), groups.pack(k), groups.pack(v), mask))
+    return groups.unpack(_sdpa(groups.pack(q), groups.pack(k), groups.pack(v), mask), q)
 
 
 def attend_pales(
@@ -154,15 +179,15 @@ def attend_pales(
     in the rows and the part computed in the columns each cover the map once, and their mean is the
     mean over the one or two pales of a token.
     """
-    b, _, w = q.shape[:3]
+    b, h, w = q.shape[:3]
     p = torch.arange(rows.n, device=q.device)[:, None]
     in_rows = rows.tokens(rows.valid(q.device), torch.ones(1, w, dtype=torch.bool, device=q.device))
     in_columns = columns.tokens(columns.valid(q.device), row_group != p)
     mask = _keys(torch.cat([in_rows, in_columns], 1), b)
-    q, k, v = (torch.cat([rows.pack(x), columns.pack(x)], 2) for x in (q, k, v))
-    y = _sdpa(q, k, v, mask)
-    split = rows.size * w
-    return (rows.unpack(y[:, :, :split]) + columns.unpack(y[:, :, split:])) / 2
+    qkv = [torch.cat([rows.pack(x), columns.pack(x)], 2) for x in (q, k, v)]
+    y = _sdpa(qkv[0], qkv[1], qkv[2], mask)
+    y_r, y_c = y.split([rows.size * w, columns.size * h], 2)
+    return (rows.unpack(y_r, q) + columns.unpack(y_c, q)) / 2
 
 
 def _keys(valid: Tensor, b: int) -> Tensor:
@@ -175,15 +200,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask)
     with sdpa_kernel(CUDA_KERNELS):
         return F.scaled_dot_product_attention(q, k, v, mask)
-
-
-def _known(condition: bool | torch.SymBool) -> bool:
-    """Whether a statement about sizes is true, without tying a traced program to the sizes it was traced with."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
 
 
 @torch.library.custom_op("pale::sdpa_attention", mutates_args=())
@@ -212,10 +228,13 @@ _library.define(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, *words: Any
 ) -> tuple[Tensor, ...]:
-    with torch.enable_grad():
+    # Autograd is shut off where a dispatch mode calls; this turns it on again.
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         out = attend(q, k, v, Region((s_r, s_c), *words))
-    return tuple(x.contiguous() for x in torch.autograd.grad(out, (q, k, v), grad))
+        grads = torch.autograd.grad(out, (q, k, v), grad)
+    return tuple(x.contiguous() for x in grads)
 
 
 @torch.library.register_fake("pale::sdpa_attention_backward", lib=_library)

@@ -1,0 +1,42 @@
+"""Sizes in exported programs.
+
+A tracer ties a program to facts about the sizes it was traced with: this map is larger than one
+pixel, there are several groups, nothing needs padding. An exported program must run at every size,
+so under `torch.export` sizes are made opaque: written into a tensor and read back, so that the
+tracer knows nothing about them but that they are positive.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def exporting() -> bool:
+    """Whether `torch.export` is tracing.
+
+    Not `torch.compiler.is_exporting`, which torch 2.11 takes for true under `torch.compile` as well.
+    """
+    return torch.compiler._is_exporting_flag
+
+
+def opaque_size(n: int) -> int:
+    """`n`; when exporting, a number of which only `n >= 1` is known."""
+    if not exporting():
+        return n
+    size = torch.full((), n, dtype=torch.int64).item()
+    torch._check(size >= 1)
+    return size  # type: ignore[return-value]
+
+
+def opaque_sizes(x: Tensor) -> Tensor:
+    """Images (b, c, h, w); when exporting, with opaque b, h and w."""
+    if exporting():
+        for axis in (0, 2, 3):
+            x = x.index_select(axis, torch.arange(opaque_size(x.shape[axis]), device=x.device))
+    return x
+
+
+def ceil_div(a: int, b: int) -> int:
+    """`a / b` rounded up, for positive numbers. Not `-(-a // b)`: ONNX divides towards zero."""
+    return (a + b - 1) // b
