@@ -126,6 +126,10 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     """What autocast does to PyTorch's own attention, here for every back-end alike; float64 stays."""
     device = tensors[0].device.type
     # PyTorch knows no autocast for meta tensors and raises when asked.
-    if tensors[0].dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+    if (
+        tensors[0].dtype == torch.float64
+        or device == "meta"
+        or not torch.is_autocast_enabled(device)
+    ):
         return list(tensors)
     return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
