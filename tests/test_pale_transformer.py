@@ -389,7 +389,7 @@ class TestTraining:
         y = model.eval()(x)
         assert_close(y, y[:1].expand_as(y))
         rates = [
-            getattr(block.drop_path, "drop_prob", 0.0)
+            getattr(block.drop_path1, "drop_prob", 0.0)
             for stage in model.stages
             for block in stage.blocks
         ]

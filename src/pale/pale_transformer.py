@@ -242,14 +242,16 @@ class PaleBlock(nn.Module):
         )
         self.norm2 = nn.LayerNorm(c, **dd)
         self.mlp = Mlp(c, int(c * config.mlp_ratio[stage]), **dd)
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        # Two, as in timm: training draws each call's mask by module.
+        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, c) -> (b, h, w, c)."""
         if self.cpe is not None:
             x = x + self.cpe(x)
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        x = x + self.drop_path(self.mlp(self.norm2(x)))
+        x = x + self.drop_path1(self.attn(self.norm1(x)))
+        x = x + self.drop_path2(self.mlp(self.norm2(x)))
         return x
 
 

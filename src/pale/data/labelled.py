@@ -1,0 +1,83 @@
+"""Data sets of (image, class), and the loaders over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from .draws import seeded
+from .scenes import Scenes
+from .stream import Key
+from .transforms import Transform
+
+Sample = tuple[Tensor, int, Key]
+
+
+class SceneImages:
+    """Scenes as a source of pictures with a class each."""
+
+    def __init__(self, scenes: Scenes) -> None:
+        self.scenes, self.classes = scenes, scenes.classes
+
+    def __len__(self) -> int:
+        return len(self.scenes)
+
+    @property
+    def labels(self) -> Sequence[int]:
+        """The class of every scene; draws all of them."""
+        return [self.scenes[i].label for i in range(len(self.scenes))]
+
+    def pair(self, index: int) -> tuple[Image.Image, int]:
+        """Picture and class."""
+        scene = self.scenes[index]
+        return Image.fromarray(scene.image), scene.label
+
+    def image(self, index: int) -> Image.Image:
+        """The picture alone."""
+        return self.pair(index)[0]
+
+    def name(self, index: int) -> str:
+        """For messages."""
+        return f"scene {index} of seed {self.scenes.seed}"
+
+
+class Labelled(Dataset[Sample]):
+    """A source under a transform. The item (epoch, index) is drawn from (seed, epoch, index) alone."""
+
+    def __init__(self, source: Any, transform: Transform, seed: int) -> None:
+        self.source, self.transform, self.seed = source, transform, seed
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: Key) -> Sample:
+        epoch, index = key
+        if isinstance(self.source, SceneImages):
+            image, label = self.source.pair(index)
+        else:
+            image, label = self.source.image(index), self.source.labels[index]
+        with seeded(self.seed, epoch, index):
+            return self.transform(image), label, key
+
+
+def collate(samples: list[Sample]) -> dict[str, Any]:
+    """Stack samples: images uint8 (b, 3, h, w), labels (b,), keys (b, 2)."""
+    return {
+        "images": torch.stack([image for image, _, _ in samples]),
+        "labels": torch.tensor([label for _, label, _ in samples]),
+        "keys": torch.tensor([key for _, _, key in samples]),
+    }
+
+
+def batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The loader's batches; an error of a worker is its own last line, not a trace."""
+    try:
+        yield from loader
+    except ValueError as error:
+        last = str(error).strip().splitlines()[-1]
+        raise ValueError(last.rpartition("UnreadableImageError: ")[2]) from None

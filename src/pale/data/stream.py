@@ -1,0 +1,109 @@
+"""The order of the samples: one stream from the first step to the last, cut into global batches.
+
+Every epoch is a permutation drawn from (seed, epoch), the epochs follow each other without a gap, and
+step s takes positions s B to (s + 1) B of that stream. So each sample comes exactly once an epoch
+whatever B is, the state of the order is the step number alone, and neither the number of processes nor
+that of workers nor gradient accumulation changes what a step sees. The last batch is filled up from one
+more epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+Key = tuple[int, int]  # epoch and sample
+
+
+def shard_positions(batch: int, shard: int, shards: int) -> NDArray[np.int64]:
+    """Positions in the global batch that one shard holds.
+
+    Mixup pairs position p with batch - 1 - p. A shard takes a piece of the front half and its mirror
+    image, in order, so that pairs stay together and flipping the shard gives each sample its partner.
+    A shard of odd size is a plain slice and cannot be mixed.
+    """
+    each, rest = divmod(batch, shards)
+    if rest or not each:
+        raise ValueError(
+            f"a batch of {batch} cannot be cut into {shards} equal parts (processes x accumulate); "
+            f"choose a batch that is a multiple of {shards}"
+        )
+    if each % 2:
+        return np.arange(shard * each, (shard + 1) * each)
+    front = np.arange(shard * each // 2, (shard + 1) * each // 2)
+    return np.concatenate([front, batch - 1 - front[::-1]])
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Which sample stands where."""
+
+    samples: int
+    batch: int
+    epochs: int
+    seed: int
+
+    @cached_property
+    def steps(self) -> int:
+        """Number of steps."""
+        return -(-self.samples * self.epochs // self.batch)
+
+    def epoch(self, step: int) -> int:
+        """The epoch in which a step begins, from 0."""
+        return step * self.batch // self.samples
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether an epoch is complete after `step` steps and was not before the last of them."""
+        return step == self.steps or self.epoch(step) > self.epoch(step - 1)
+
+    @cached_property
+    def _orders(self) -> dict[int, NDArray[np.int64]]:
+        return {}
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """The permutation of an epoch; the last two asked for are kept."""
+        if epoch not in self._orders:
+            while len(self._orders) > 1:
+                del self._orders[next(iter(self._orders))]
+            rng = np.random.default_rng((self.seed, epoch))
+            self._orders[epoch] = rng.permutation(self.samples)
+        return self._orders[epoch]
+
+    def keys(self, step: int, positions: NDArray[np.int64]) -> list[Key]:
+        """What stands at `positions` of the global batch of a step."""
+        epochs, offsets = np.divmod(step * self.batch + positions, self.samples)
+        return [
+            (int(epoch), int(self.order(int(epoch))[offset]))
+            for epoch, offset in zip(epochs, offsets, strict=True)
+        ]
+
+
+class StreamSampler(Sampler[list[Key]]):
+    """The batches of one process, from a step on: `accumulate` of them a step."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        start: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        accumulate: int = 1,
+    ) -> None:
+        self.stream, self.start = stream, start
+        shards = world * accumulate
+        self.positions = [
+            shard_positions(stream.batch, rank * accumulate + i, shards) for i in range(accumulate)
+        ]
+
+    def __len__(self) -> int:
+        return (self.stream.steps - self.start) * len(self.positions)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        for step in range(self.start, self.stream.steps):
+            for positions in self.positions:
+                yield self.stream.keys(step, positions)

@@ -1,0 +1,148 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import Mixup, create_transform
+from timm.data.random_erasing import RandomErasing
+from torch.utils.data import DataLoader
+
+from pale.data.draws import seeded
+from pale.data.labelled import Labelled, SceneImages, batches, collate
+from pale.data.mixing import Mix, Mixer
+from pale.data.scenes import Scenes
+from pale.data.stream import Stream, StreamSampler, shard_positions
+from pale.data.transforms import (
+    NO_AUGMENT,
+    Augment,
+    Erase,
+    eval_transform,
+    normalise,
+    train_transform,
+)
+
+PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), np.uint8))
+
+
+def loader(workers: int, seed: int = 0, start: int = 0) -> DataLoader:
+    source = SceneImages(Scenes(11, 32))
+    data = Labelled(source, train_transform(24, Augment()), seed)
+    sampler = StreamSampler(Stream(11, 4, 2, seed), start)
+    return DataLoader(data, batch_sampler=sampler, num_workers=workers, collate_fn=collate)
+
+
+def test_augmentation_depends_on_seed_epoch_and_sample_not_on_workers():
+    alone = list(batches(loader(0)))
+    torch.manual_seed(123)
+    random.seed(9)
+    helped = list(batches(loader(2)))
+    for one, two in zip(alone, helped, strict=True):
+        assert torch.equal(one["images"], two["images"])
+        assert torch.equal(one["keys"], two["keys"])
+    assert torch.equal(next(batches(loader(0, start=2)))["images"], alone[2]["images"])
+    assert not torch.equal(next(batches(loader(0, seed=1)))["images"], alone[0]["images"])
+
+
+def test_the_same_sample_looks_different_in_another_epoch():
+    data = loader(0).dataset
+    assert torch.equal(data[0, 3][0], data[0, 3][0])
+    assert not torch.equal(data[0, 3][0], data[1, 3][0])
+
+
+def test_seeding_leaves_the_generators_as_they_were():
+    before = random.random(), np.random.random(), torch.rand(1)
+    random.seed(4), np.random.seed(4), torch.manual_seed(4)
+    expected = random.random(), np.random.random(), torch.rand(1)
+    random.seed(4), np.random.seed(4), torch.manual_seed(4)
+    with seeded(1, 2):
+        first = random.random(), np.random.random(), torch.rand(1)
+    assert (random.random(), np.random.random(), torch.rand(1)) == expected
+    with seeded(1, 2):
+        assert (random.random(), np.random.random(), torch.rand(1)) == first
+    assert before != expected
+
+
+def test_training_transform_equals_timms_own():
+    augment = Augment(erase=0)
+    timm = create_transform(
+        32,
+        is_training=True,
+        auto_augment="rand-m9-mstd0.5-inc1",
+        interpolation="bicubic",
+        color_jitter=0.4,
+        re_prob=0.0,
+    )
+    with seeded(0):
+        ours = normalise(train_transform(32, augment)(PHOTO)[None])[0]
+    with seeded(0):
+        theirs = timm(PHOTO)
+    assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_erasing_equals_timms_but_for_the_bounds_of_a_pixel():
+    image = torch.randint(0, 256, (3, 40, 30), dtype=torch.uint8)
+    with seeded(3):
+        ours = normalise(Erase(1.0)(image)[None])[0]
+    with seeded(3):
+        theirs = RandomErasing(1.0, mode="pixel", device="cpu")(normalise(image[None])[0])
+    black, white = normalise(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
+    theirs = theirs.clamp(black, white)
+    assert not torch.equal(ours, normalise(image[None])[0])
+    assert (ours - theirs).abs().max() < 0.5 / 255 / 0.22 + 1e-4
+
+
+def test_evaluation_takes_short_side_256_and_the_centre_224():
+    wide = Image.fromarray(np.random.default_rng(0).integers(0, 256, (512, 1024, 3), np.uint8))
+    ours = eval_transform(224, 0.875)(wide)
+    small = wide.resize((512, 256), Image.Resampling.BICUBIC).crop((144, 16, 368, 240))
+    assert np.array_equal(ours.permute(1, 2, 0).numpy(), np.asarray(small))
+
+
+def test_no_augment_changes_nothing():
+    square = PHOTO.crop((0, 0, 60, 60))
+    image = train_transform(60, NO_AUGMENT)(square)
+    assert np.array_equal(image.permute(1, 2, 0).numpy(), np.asarray(square))
+
+
+@pytest.mark.parametrize("mix", [Mix(), Mix(cutmix=0), Mix(mixup=0)], ids=["both", "mixup", "cut"])
+def test_shards_are_mixed_as_timm_mixes_the_whole_batch(mix):
+    images, labels = torch.rand(8, 3, 16, 16), torch.arange(8)
+    for step in range(6):
+        with seeded(7, step):
+            timm = Mixup(mix.mixup, mix.cutmix, label_smoothing=0.1, num_classes=8)
+            x, y = timm(images.clone(), labels)
+        for shard in range(2):
+            at = torch.from_numpy(shard_positions(8, shard, 2))
+            x_shard, y_shard = Mixer(mix, 8, seed=7)(images[at], labels[at], step)
+            assert torch.equal(x_shard, x[at])
+            assert torch.equal(y_shard, y[at])
+
+
+def test_without_mixing_labels_are_smoothed_alone():
+    mixer = Mixer(Mix(mixup=0, cutmix=0, smoothing=0.2), 4, seed=0)
+    images = torch.rand(3, 3, 8, 8)
+    x, y = mixer(images, torch.tensor([0, 1, 2]), 0)
+    assert torch.equal(x, images)
+    assert torch.allclose(y[0], torch.tensor([0.85, 0.05, 0.05, 0.05]))
+
+
+def test_odd_shards_cannot_be_mixed():
+    with pytest.raises(ValueError, match="even number of images on each process, got 3"):
+        Mixer(Mix(), 4, seed=0)(torch.rand(3, 3, 8, 8), torch.tensor([0, 1, 2]), 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_file_is_one_line_also_from_a_worker(tmp_path, workers):
+    from pale.data.images import folder
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        PHOTO.save(tmp_path / name / "1.png")
+    (tmp_path / "a" / "1.png").write_text("broken")
+    data = Labelled(folder(tmp_path), eval_transform(16, 1.0), 0)
+    sampler = StreamSampler(Stream(2, 2, 1, 0))
+    bad = DataLoader(data, batch_sampler=sampler, num_workers=workers, collate_fn=collate)
+    with pytest.raises(ValueError, match=r"a/1\.png: cannot be read as an image") as error:
+        list(batches(bad))
+    assert "\n" not in str(error.value)

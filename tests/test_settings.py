@@ -1,0 +1,61 @@
+import pytest
+from pydantic import Field
+
+from pale.settings import Settings, names, vary
+
+
+class Optim(Settings):
+    lr: float = Field(default=1e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+
+
+class Run(Settings):
+    epochs: int = 3
+    optim: Optim = Optim()
+    extra: Optim | None = None
+
+
+def test_overrides_reach_inner_parts_and_leave_the_base_alone():
+    base = Run()
+    assert base.override({"optim.lr": 0.1, "epochs": 5}).optim.lr == 0.1
+    assert vary(base, optim={"lr": 0.2}, epochs=4) == Run(epochs=4, optim=Optim(lr=0.2))
+    assert base == Run()
+    assert Run.parse(base.plain()) == base
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optim.lrr": 1}, "there is no setting 'optim.lrr'; did you mean 'optim.lr'?"),
+        ({"optimm.lr": 1}, "there is no setting 'optimm.lr'; did you mean 'optim.lr'?"),
+        ({"lr": 1}, "there is no setting 'lr'; did you mean 'optim.lr'?"),
+        ({"zzzz": 1}, "there is no setting 'zzzz'; there are epochs, optim, extra"),
+        ({"optim.lr": -1}, "optim.lr must be greater than 0, got -1"),
+        ({"epochs": "many"}, "epochs must be a valid integer"),
+        ({"epochs.more": 1}, "epochs is 3 and has no part 'more'; set epochs itself"),
+        ({"optim.lr": float("nan")}, "optim.lr must be a finite number"),
+    ],
+    ids=["inner", "outer", "bare", "far", "range", "type", "depth", "nan"],
+)
+def test_wrong_settings_name_the_field_and_the_nearest_one(changes, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        Run().override(changes)
+    assert message in str(error.value)
+    assert "pydantic" not in str(error.value)
+
+
+def test_unknown_keys_of_a_file_are_refused_too():
+    with pytest.raises(ValueError, match=r"no setting 'optim\.lrr'; did you mean 'optim\.lr'"):
+        Run.parse({"optim": {"lrr": 1}})
+
+
+def test_names_are_all_dotted_names():
+    assert list(names(Run)) == [
+        "epochs",
+        "optim",
+        "optim.lr",
+        "optim.betas",
+        "extra",
+        "extra.lr",
+        "extra.betas",
+    ]
