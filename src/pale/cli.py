@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from . import __version__
+from . import __version__, cli_train
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,15 +36,26 @@ class Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `pale` command; returns the exit code."""
     parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    argv = sys.argv[1:] if argv is None else argv
+    overrides: dict[str, Any] = {}
     try:
-        args.run(args)
-    except (ValueError, TypeError, OSError) as error:
+        if argv and argv[0] in cli_train.OVERRIDDEN and not {"-h", "--help"} & set(argv):
+            known = commands_of(parser)[argv[0]]._option_string_actions
+            argv, overrides = cli_train.take_overrides(argv, known)
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        args.overrides = overrides
+        return args.run(args) or 0
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         sys.stderr.write(f"pale: {error}\n")
         return 1
-    return 0
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The parsers of a parser's commands, by name."""
+    (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(action.choices)
 
 
 def _parser() -> Parser:
@@ -78,6 +89,8 @@ def _parser() -> Parser:
     _command(
         commands, "doctor", _doctor, "show versions, devices, and which back-end runs where and why"
     )
+
+    cli_train.add_commands(lambda name, run, help_: _command(commands, name, run, help_))
 
     view = commands.add_parser("view", help="draw what the model looks at")
     views = view.add_subparsers(required=True, metavar="WHAT", parser_class=Parser)

@@ -146,3 +146,12 @@ def test_an_unreadable_file_is_one_line_also_from_a_worker(tmp_path, workers):
     with pytest.raises(ValueError, match=r"a/1\.png: cannot be read as an image") as error:
         list(batches(bad))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("auto", ["rand-m9-mstd0.5-inc1", "rand-m10-inc1", "original", "v0", "3a"])
+def test_no_draw_of_any_policy_fails(auto):
+    # Posterize at full strength keeps no bit, which Pillow 13 refuses: the recipe's own policy met it.
+    transform = train_transform(16, Augment(auto=auto))
+    for index in range(300):
+        with seeded(0, index):
+            assert transform(PHOTO).shape == (3, 16, 16)

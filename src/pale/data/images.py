@@ -64,8 +64,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
 class Source(Protocol):
     """Pictures with a class each, by number."""
 
-    classes: Sequence[str]
-    labels: Sequence[int]
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes."""
+
+    @property
+    def labels(self) -> Sequence[int]:
+        """The class of each picture."""
 
     def __len__(self) -> int: ...
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 Plane = NDArray[np.float32]
 SMALLEST_SIZE = 16
 # Drawing by halves of the image: an object spans between these shares of half the image.
-RADIUS = (0.45, 0.85)
+RADIUS = (0.55, 0.95)
 LEAST_VISIBLE = 12  # pixels; an object that shows fewer is no instance
 
 
@@ -91,15 +91,16 @@ def draw(seed: int, index: int, size: int = 64, objects: tuple[int, int] = (1, 1
     axis = np.linspace(-1, 1, size, dtype=np.float32)
     x, y = np.meshgrid(axis, axis)
     image = _background(rng, x, y)
+    ground = image.mean((0, 1))
     drawn = np.zeros((size, size), np.int64)
     shapes = []
     for _ in range(int(rng.integers(objects[0], objects[1], endpoint=True))):
         shape = int(rng.integers(len(CLASSES)))
         inside = _place(rng, x, y, shape, crowded=objects[1] > 1)
-        image[inside] = _texture(rng, x, y)[inside]
+        image[inside] = _texture(rng, x, y, ground, 0.5)[inside]
         shapes.append(shape)
         drawn[inside] = len(shapes)
-    image += rng.normal(0, 6, image.shape).astype(np.float32)
+    image += 6 * rng.standard_normal(image.shape, np.float32)
     return _labelled(np.clip(image, 0, 255).astype(np.uint8), drawn, shapes)
 
 
@@ -111,33 +112,27 @@ def check(size: int, objects: tuple[int, int]) -> None:
         raise ValueError(f"scenes hold 1 to 32 objects, fewest first, got {objects}")
 
 
-def _colours(rng: np.random.Generator, n: int) -> Plane:
-    # (n, 3), each far enough from the others that a shape can be seen.
-    while True:
-        colours = rng.uniform(0, 255, (n, 3)).astype(np.float32)
-        apart = np.abs(colours[:, None] - colours[None]).sum(-1)[np.triu_indices(n, 1)]
-        if not len(apart) or apart.min() > 90:
-            return colours
-
-
-def _texture(rng: np.random.Generator, x: Plane, y: Plane) -> Plane:
-    """Flat, stripes, checks or dots in two colours, (h, w, 3)."""
-    one, two = _colours(rng, 2)
+def _texture(
+    rng: np.random.Generator, x: Plane, y: Plane, unlike: Plane | None, contrast: float
+) -> Plane:
+    """Flat, stripes, checks or dots in two shades, (h, w, 3); the mean colour is far from `unlike`."""
+    colour = rng.uniform(30, 225, 3)
+    while unlike is not None and np.abs(colour - unlike).sum() < 180:
+        colour = rng.uniform(30, 225, 3)
+    shade = contrast * rng.uniform(-255, 255, 3)
     angle, pitch, phase = rng.uniform((0, 9, 0), (np.pi, 20, 2 * np.pi))
-    kind = rng.integers(4)
-    a = np.sin(pitch * (x * np.cos(angle) + y * np.sin(angle)) + phase)
-    b = np.sin(pitch * (y * np.cos(angle) - x * np.sin(angle)) + phase)
-    wave = (np.ones_like(a), a, a * b, a + b - 1)[kind]
-    return np.where((wave > 0)[..., None], one, two)
+    c, s = np.float32(pitch * np.cos(angle)), np.float32(pitch * np.sin(angle))
+    a = np.sin(c * x + s * y + np.float32(phase))
+    b = np.sin(c * y - s * x + np.float32(phase))
+    wave = (np.ones_like(a), a, a * b, a + b - 1)[rng.integers(4)]
+    return (colour + shade * np.where(wave > 0, 0.5, -0.5)[..., None]).astype(np.float32)
 
 
 def _background(rng: np.random.Generator, x: Plane, y: Plane) -> Plane:
     """A texture of little contrast under a slow change of light, (h, w, 3)."""
-    texture = _texture(rng, x, y)
-    mean = texture.mean((0, 1))
-    tilt = rng.uniform(-35, 35, 2)
+    tilt = rng.uniform(-20, 20, 2)
     light = (tilt[0] * x + tilt[1] * y)[..., None]
-    return (mean + 0.25 * (texture - mean) + light).astype(np.float32)
+    return (_texture(rng, x, y, None, 0.2) + light).astype(np.float32)
 
 
 def _place(

@@ -6,12 +6,13 @@ Images leave as uint8 and are normalised on the device: a quarter of the bytes t
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from PIL import Image
 from pydantic import Field
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, auto_augment, create_transform
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
@@ -90,7 +91,16 @@ def train_transform(size: int, augment: Augment) -> Transform:
         auto_augment=augment.auto,
         interpolation=augment.interpolation,
     )
+    for step in transform.transforms:
+        for op in chain(getattr(step, "ops", ()), *getattr(step, "policy", ())):
+            if op.aug_fn is auto_augment.posterize:
+                op.aug_fn = posterize
     return Chain(transform, Erase(augment.erase)) if augment.erase else transform
+
+
+def posterize(image: Image.Image, bits: int, **others: Any) -> Image.Image:
+    """timm's, but at least one bit stays: at full strength timm asks for none, which Pillow 13 refuses."""
+    return auto_augment.posterize(image, max(bits, 1), **others)
 
 
 def eval_transform(size: int, crop: float, interpolation: str = "bicubic") -> Transform:

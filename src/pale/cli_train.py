@@ -1,0 +1,170 @@
+"""The commands of training: recipes, train, eval."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+OVERRIDDEN = ("train", "eval")  # commands that take the settings of a recipe as options
+
+AddCommand = Callable[[str, Callable[[argparse.Namespace], int | None], str], Any]
+
+
+def add_commands(command: AddCommand) -> None:
+    """Add the commands; `command(name, run, help)` makes a parser."""
+    recipes = command("recipes", _recipes, "list the recipes, or show one")
+    recipes.add_argument("show", nargs="?", choices=["show"], help="show one recipe as YAML")
+    recipes.add_argument("name", nargs="?", help="for example imagenet.pale_t")
+
+    train = command("train", _train, "train by a recipe, or go on with a run")
+    train.add_argument("recipe", nargs="?", help="a recipe: pale recipes lists them")
+    train.add_argument("--config", type=Path, help="a recipe file, such as a run's recipe.yaml")
+    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run")
+    # Not --run: torchrun would take it for an abbreviation of its own --run-path.
+    train.add_argument("--output", type=Path, help="the run's folder, by default runs/RECIPE")
+    train.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    train.epilog = (
+        "Every setting of a recipe is an option too: --data.root DIR --optim.lr 1e-3 --epochs 10."
+    )
+
+    eval_ = command("eval", _eval, "evaluate a run or weights on the validation set")
+    eval_.add_argument("weights", type=Path, help="a run's folder, or a .safetensors file of one")
+    eval_.add_argument("--recipe", help="for foreign weights: the recipe that says model and data")
+    eval_.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    eval_.add_argument("--batch-size", type=int, default=64, help="images at a time (default 64)")
+    eval_.epilog = "Settings of the recipe are options too: --data.root DIR --data.size 384."
+
+
+def take_overrides(argv: Sequence[str], known: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split `--name value` and `--name=value` of settings from what the parser itself knows."""
+    rest: list[str] = []
+    overrides: dict[str, Any] = {}
+    words = iter(argv)
+    known = set(known)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in known:
+            rest.append(word)
+            continue
+        name = name.removeprefix("--")
+        if not equals:
+            value = next(words, "--")
+            if value.startswith("--"):
+                raise ValueError(f"--{name} needs a value: --{name} VALUE")
+        try:
+            overrides[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            overrides[name] = value
+    return rest, overrides
+
+
+def _recipes(args: argparse.Namespace) -> None:
+    from . import recipes
+    from .recipes.schema import text
+
+    if args.show and not args.name:
+        raise ValueError("show needs the name of a recipe; `pale recipes` lists them")
+    if args.name:
+        recipe = recipes.get(args.name)
+        sys.stdout.write(json.dumps(recipe.plain(), indent=1) + "\n" if args.json else text(recipe))
+        return
+    all_ = {name: recipes.get(name) for name in recipes.RECIPES}
+    if args.json:
+        sys.stdout.write(json.dumps({name: r.about for name, r in all_.items()}, indent=1) + "\n")
+        return
+    table = Table("recipe", "what", "epochs", "batch")
+    for name, recipe in all_.items():
+        table.add_row(name, recipe.about, str(recipe.epochs), str(recipe.batch))
+    _console().print(table)
+    _console().print("pale recipes show NAME prints one; pale train NAME --data.root DIR runs it.")
+
+
+def _train(args: argparse.Namespace) -> int:
+    from .recipes import get
+    from .recipes.schema import read
+    from .train.distributed import join
+    from .train.loop import train
+
+    given = [word for word in (args.recipe, args.config, args.resume) if word is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"give one of a recipe, --config FILE and --resume RUN, got {len(given)}; "
+            "`pale recipes` lists the recipes"
+        )
+    # torchrun --max-restarts runs the same command again: then it goes on.
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    with join(args.device) as world:
+        if args.resume is not None:
+            run, resume = args.resume, True
+            if not (run / "recipe.yaml").is_file():
+                raise ValueError(f"{run} is no run: it holds no recipe.yaml")
+            recipe = read(run / "recipe.yaml")
+        else:
+            recipe = read(args.config) if args.config is not None else get(args.recipe)
+            run = args.output or world.share(_free(Path("runs") / recipe.name))
+            resume = restarted and (run / "recipe.yaml").is_file()
+            if not resume and world.share((run / "log.jsonl").exists()):
+                raise ValueError(
+                    f"{run} holds a run already; go on with it: pale train --resume {run}, "
+                    "or choose another folder: --output DIR"
+                )
+        outcome = train(recipe.override(args.overrides), run, world, resume=resume, quiet=args.json)
+        if args.json and world.main:
+            about = {"run": str(run), "step": outcome.step, "steps": outcome.steps}
+            sys.stdout.write(json.dumps(about | outcome.figures, indent=1) + "\n")
+    return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def _free(path: Path) -> Path:
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from . import weights as weight_files
+    from .recipes import get
+    from .recipes.schema import parse
+    from .train.distributed import join
+    from .train.evaluate import Evaluation
+
+    weights = weight_files.load(args.weights)
+    if args.recipe is None and "recipe" not in weights.about:
+        raise ValueError(
+            f"{args.weights} does not say which model it is for; name a recipe: --recipe imagenet.pale_t"
+        )
+    recipe = get(args.recipe) if args.recipe else parse(weights.about["recipe"], str(args.weights))
+    # Its own weights are loaded below; those that training began with may be gone.
+    recipe = recipe.override({"model.weights": None, "model.new_head": False} | args.overrides)
+    with join(args.device) as world:
+        task = recipe.task(weights.about.get("classes"))
+        model = task.model()
+        weight_files.put(model, weights, args.weights, new_head=False)
+        evaluation = Evaluation(task, world, args.batch_size, recipe.workers)
+        figures, _ = evaluation.run(model.to(world.device), None)
+        if not world.main:
+            return
+    reported = recipe.reported.top1 if recipe.reported else None
+    if args.json:
+        sys.stdout.write(json.dumps(figures | {"paper_top1": reported}, indent=1) + "\n")
+        return
+    paper = f" (the paper: {reported:g})" if reported is not None else ""
+    _console().print(
+        f"top-1 {figures['top1']:.2f} %{paper}, top-5 {figures['top5']:.2f} %, loss {figures['loss']:.4f}, "
+        f"{figures['images']:.0f} images"
+    )
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)

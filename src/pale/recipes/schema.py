@@ -1,0 +1,162 @@
+"""What a recipe can say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from ..data.mixing import Mix
+from ..data.transforms import Augment
+from ..settings import Settings
+from ..tasks import Task
+from ..tasks.classification import ClassificationTask, Data, Model
+
+
+class Optim(Settings):
+    """AdamW and the learning rate. Not in the paper, from DeiT, Swin and CSWin: betas, clip, minimum, warm-up start."""
+
+    lr: float = Field(default=1e-3, gt=0)  # at a batch of `lr_batch`
+    lr_batch: int = Field(default=1024, ge=1)
+    scale_lr: bool = True  # in proportion to the batch; false: `lr` as it stands
+    min_lr: float = Field(default=1e-5, ge=0)  # scaled likewise
+    warmup_lr: float = Field(default=1e-6, ge=0)  # scaled likewise
+    weight_decay: float = Field(default=0.05, ge=0)  # not on norms, biases and APE
+    layer_decay: float | None = Field(
+        default=None, gt=0, le=1
+    )  # factor from each block to the one before
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    clip: float | None = Field(default=5.0, gt=0)  # bound of the gradient's norm
+
+
+class Saving(Settings):
+    """Checkpoints of a run."""
+
+    every_minutes: float = Field(default=10.0, gt=0)
+    every_steps: int | None = Field(default=None, ge=1)
+    keep: int = Field(default=2, ge=1)
+
+
+class Reported(Settings):
+    """The paper's figures."""
+
+    top1: float | None = None
+    params_m: float | None = None
+    macs_g: float | None = None
+
+
+class Recipe(Settings):
+    """What every task's recipe has; the loop reads this part.
+
+    Attributes:
+        batch: images a step, over all processes and accumulation.
+        accumulate: pieces in which a process computes its part of the batch.
+        precision: auto is bf16 on CUDA and fp32 elsewhere.
+        ema: decay of the moving average of the weights, which is then what is evaluated and saved.
+        on_nonfinite: stop at a loss or gradient that is no number, or skip the step.
+        eval_every: epochs between evaluations; the last is always one.
+        required: settings that must be given, by dotted name.
+    """
+
+    name: str = "unnamed"
+    about: str = ""
+    epochs: int = Field(default=300, ge=1)
+    warmup_epochs: float = Field(default=20, ge=0)
+    batch: int = Field(default=1024, ge=1)
+    accumulate: int = Field(default=1, ge=1)
+    seed: int = Field(default=0, ge=0)
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    compile: bool = False
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    eval_every: int = Field(default=1, ge=1)
+    log_every: int = Field(default=10, ge=1)
+    optim: Optim = Optim()
+    saving: Saving = Saving()
+    reported: Reported | None = None
+    required: tuple[str, ...] = ()
+
+    def task(self, classes: Sequence[str] | None = None) -> Task:
+        """The task that the recipe describes; with `classes`, for evaluation alone."""
+        raise NotImplementedError
+
+    @property
+    def workers(self) -> int:
+        """Reading processes for each training process."""
+        raise NotImplementedError
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate after the warm-up."""
+        return self.optim.lr * self.lr_factor
+
+    @property
+    def lr_factor(self) -> float:
+        """What the batch makes of the learning rates."""
+        return self.batch / self.optim.lr_batch if self.optim.scale_lr else 1.0
+
+
+class Classification(Recipe):
+    """A classifier. The defaults are the paper's ImageNet recipe."""
+
+    kind: Literal["classification"] = "classification"
+    model: Model = Model()
+    data: Data = Data()
+    augment: Augment = Augment()
+    mix: Mix = Mix()
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Classification:
+        if self.warmup_epochs >= self.epochs and self.warmup_epochs > 0:
+            raise ValueError(
+                f"warmup_epochs must be fewer than epochs, got {self.warmup_epochs:g} and {self.epochs}; "
+                "set both"
+            )
+        return self
+
+    def task(self, classes: Sequence[str] | None = None) -> ClassificationTask:
+        """Data are looked for here."""
+        for name in self.required if classes is None else ():
+            value: Any = self
+            for part in name.split("."):
+                value = getattr(value, part)
+            if value is None:
+                raise ValueError(f"the recipe {self.name} needs {name}; give --{name} VALUE")
+        return ClassificationTask(self.model, self.data, self.augment, self.mix, self.seed, classes)
+
+    @property
+    def workers(self) -> int:
+        """Reading processes for each training process."""
+        return self.data.workers
+
+
+KINDS: dict[str, type[Recipe]] = {"classification": Classification}
+
+
+def parse(values: Any, source: str) -> Recipe:
+    """A recipe from plain values."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{source} holds no recipe: expected names and values")
+    kind = values.get("kind", "classification")
+    if kind not in KINDS:
+        raise ValueError(f"{source}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    return KINDS[kind].parse(values)
+
+
+def read(path: Path) -> Recipe:
+    """A recipe from the YAML file that a run has written."""
+    if not path.is_file():
+        raise ValueError(f"there is no recipe file {path}")
+    try:
+        return parse(yaml.safe_load(path.read_text()), str(path))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def text(recipe: Recipe) -> str:
+    """A recipe as YAML."""
+    return yaml.safe_dump(recipe.plain(), sort_keys=False, width=100)

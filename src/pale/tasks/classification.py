@@ -1,0 +1,243 @@
+"""One class an image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import timm
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from .. import weights as weight_files
+from ..data.images import Source, folder, hold_out, list_file
+from ..data.labelled import Labelled, SceneImages, collate
+from ..data.mixing import Mix, Mixer
+from ..data.scenes import Scenes
+from ..data.transforms import Augment, eval_transform, normalise, train_transform
+from ..pale_transformer import VARIANTS, AttentionMode, Position
+from ..settings import Settings
+
+VAL_SEED = 2**31  # scenes of validation: other ones than those of any training seed
+
+
+class Model(Settings):
+    """Which network, and what it starts from."""
+
+    name: str = "pale_tiny"  # or any classifier of timm's
+    drop_path: float = Field(default=0.0, ge=0, lt=1)
+    attention: AttentionMode = "parallel"
+    position: Position = "cpe"
+    pale_size: int | tuple[int, ...] | None = None
+    stem_stride: Literal[4, 2, 1] = 4
+    checkpointing: bool = False  # compute blocks again in the backward pass: less memory, more time
+    weights: Path | None = None  # a run, a .safetensors file, or a foreign .pth
+    new_head: bool = False  # take the backbone of `weights` and leave its classifier
+    options: dict[str, Any] = Field(
+        default_factory=dict
+    )  # further arguments of the model, by timm's names
+
+    def build(self, classes: int, size: int) -> nn.Module:
+        """The model, with its weights loaded where some are named."""
+        if self.name not in timm.list_models():
+            near = timm.list_models(f"*{self.name[:8]}*")[:3]
+            raise ValueError(
+                f"model.name must be one of {', '.join(VARIANTS)} or a model of timm's, got {self.name!r}"
+                + (f"; did you mean {', '.join(near)}?" if near else "")
+            )
+        arguments: dict[str, Any] = {"num_classes": classes, "drop_path_rate": self.drop_path}
+        if self.name in VARIANTS:
+            arguments |= {
+                "attention": self.attention,
+                "position": self.position,
+                "pale_size": self.pale_size,
+                "stem_stride": self.stem_stride,
+                "img_size": size,
+            }
+        model: nn.Module = timm.create_model(self.name, **(arguments | self.options))
+        if self.checkpointing:
+            model.set_grad_checkpointing(True)  # type: ignore[operator]
+        if self.weights is not None:
+            weight_files.put(model, weight_files.load(self.weights), self.weights, self.new_head)
+        return model
+
+
+class Data(Settings):
+    """Which pictures, and how large."""
+
+    kind: Literal["folder", "list", "scenes"] = "folder"
+    root: Path | None = None  # folder and list: where the pictures lie
+    train: str = "train"  # folder: root/train/<class>/<picture>; list: the list file, under root
+    val: str = "val"
+    hold_out: float = Field(default=0.0, ge=0, lt=1)  # validate on this share of the training set
+    size: int = Field(default=224, ge=16)
+    crop: float = Field(
+        default=0.875, gt=0, le=1
+    )  # evaluation: short side size / crop, centre size
+    samples: int = Field(default=4096, ge=1)  # scenes: how many to train on
+    val_samples: int = Field(default=1024, ge=1)
+    workers: int = Field(default=4, ge=0)  # processes that read pictures, for each training process
+
+    def train_source(self, seed: int) -> Source:
+        """Training pictures."""
+        if self.kind == "scenes":
+            return SceneImages(Scenes(self.samples, self.size, seed))
+        train = self._source(self.train, None)
+        return hold_out(train, self.hold_out, seed)[0] if self.hold_out else train
+
+    def val_source(self, seed: int, classes: Sequence[str]) -> Source:
+        """Validation pictures, numbered as the training set's classes."""
+        if self.kind == "scenes":
+            return SceneImages(Scenes(self.val_samples, self.size, VAL_SEED))
+        if self.hold_out:
+            return hold_out(self._source(self.train, classes), self.hold_out, seed)[1]
+        return self._source(self.val, classes)
+
+    def _source(self, name: str, classes: Sequence[str] | None) -> Source:
+        if self.root is None:
+            raise ValueError(
+                f"data.root is not set; give the folder that holds {self.train} and {self.val}: "
+                "--data.root DIR"
+            )
+        if self.kind == "folder":
+            return folder(self.root / name, classes)
+        return list_file(self.root / name, self.root, classes)
+
+
+class ClassificationTask:
+    """The task of the recipes in `recipes.imagenet` and its like."""
+
+    best = "top1"
+
+    def __init__(
+        self,
+        model: Model,
+        data: Data,
+        augment: Augment,
+        mix: Mix,
+        seed: int,
+        classes: Sequence[str] | None = None,
+    ) -> None:
+        """Find the data.
+
+        Args:
+            model: the network.
+            data: the pictures.
+            augment: what training does to them.
+            mix: how training mixes them.
+            seed: of every draw.
+            classes: for evaluation alone: the classes that the weights know; no training set is read.
+        """
+        self.settings, self.data, self.augment, self.mix = model, data, augment, mix
+        self.seed = seed
+        self.train_source: Source | None = None
+        if classes is None:
+            self.train_source = data.train_source(seed)
+            classes = self.train_source.classes
+        self.classes = list(classes)
+        self.val_source = data.val_source(seed, self.classes)
+        self.mixer = Mixer(mix, len(self.classes), seed)
+
+    def model(self) -> nn.Module:
+        """The network."""
+        return self.settings.build(len(self.classes), self.data.size)
+
+    def train_data(self) -> Labelled:
+        """Training pictures, augmented."""
+        assert self.train_source is not None
+        return Labelled(self.train_source, train_transform(self.data.size, self.augment), self.seed)
+
+    def val_data(self) -> Labelled:
+        """Validation pictures: resized, centre."""
+        transform = eval_transform(self.data.size, self.data.crop, self.augment.interpolation)
+        return Labelled(self.val_source, transform, self.seed)
+
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
+        """Images, labels, keys."""
+        return collate(samples)
+
+    def prepare(self, batch: dict[str, Any], step: int | None) -> dict[str, Any]:
+        """Normalised images; in training mixed, with soft labels as "targets"."""
+        images = normalise(batch["images"])
+        if step is None:
+            return batch | {"images": images}
+        images, targets = self.mixer(images, batch["labels"], step)
+        return batch | {"images": images, "targets": targets}
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """Cross-entropy with the soft labels."""
+        return F.cross_entropy(model(batch["images"]).float(), batch["targets"])
+
+    def metric(self) -> TopK:
+        """Top-1, top-5, loss."""
+        return TopK(len(self.classes))
+
+    def sample_name(self, index: int) -> str:
+        """The file."""
+        assert self.train_source is not None
+        return self.train_source.name(index)
+
+
+class TopK:
+    """Top-1 and top-5 accuracy and the loss, with the confusion matrix and the confident mistakes for reports."""
+
+    MISTAKES = 24
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self.sums: Tensor | None = None  # images, top-1, top-5, loss
+        self.confusion: Tensor | None = None  # [label, guess]
+        self.mistakes: list[tuple[float, int, int, int]] = []  # loss, sample, label, guess
+        self.total_confusion: Tensor = torch.zeros(0)
+        self.worst: list[tuple[float, int, int, int]] = []
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, batch: dict[str, Any]) -> None:
+        """Take in one batch."""
+        labels: Tensor = batch["labels"]
+        logits = model(batch["images"]).float()
+        loss = F.cross_entropy(logits, labels, reduction="none")
+        guesses = logits.topk(min(5, self.classes)).indices
+        hits = guesses == labels[:, None]
+        sums = torch.stack(
+            [
+                torch.ones_like(loss).sum(),
+                hits[:, 0].float().sum(),
+                hits.any(1).float().sum(),
+                loss.sum(),
+            ]
+        ).double()
+        cells = (labels * self.classes + guesses[:, 0]).bincount(minlength=self.classes**2)
+        self.sums = sums if self.sums is None else self.sums + sums
+        self.confusion = cells if self.confusion is None else self.confusion + cells
+        wrong = (~hits[:, 0]).nonzero()[:, 0]
+        rows = zip(
+            loss[wrong].tolist(),
+            batch["keys"][wrong.cpu(), 1].tolist(),
+            labels[wrong].tolist(),
+            guesses[wrong, 0].tolist(),
+            strict=True,
+        )
+        self.mistakes = sorted([*self.mistakes, *rows], reverse=True)[: self.MISTAKES]
+
+    def state(self) -> Any:
+        """Sums, confusion, mistakes."""
+        if self.sums is None or self.confusion is None:
+            return torch.zeros(4).double(), torch.zeros(self.classes**2).long(), []
+        return self.sums.cpu(), self.confusion.cpu(), self.mistakes
+
+    def merge(self, states: Sequence[Any]) -> dict[str, float]:
+        """Figures over all processes."""
+        images, top1, top5, loss = sum(sums for sums, _, _ in states).tolist()
+        confusion: Tensor = sum(cells for _, cells, _ in states)
+        self.total_confusion = confusion.view(self.classes, self.classes)
+        self.worst = sorted((m for _, _, ms in states for m in ms), reverse=True)[: self.MISTAKES]
+        return {
+            "top1": 100 * top1 / images,
+            "top5": 100 * top5 / images,
+            "loss": loss / images,
+            "images": images,
+        }

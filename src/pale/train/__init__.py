@@ -1,0 +1,1 @@
+"""The training loop and its parts; knows the Task protocol, no task."""

@@ -1,0 +1,79 @@
+"""The processes of a run: one alone, or those that torchrun started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of them."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self.rank == 0
+
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether it is set on any process."""
+        if self.size == 1:
+            return list(flags)
+        # On the CPU, so that no process waits for its GPU.
+        values = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return [bool(value) for value in values.tolist()]
+
+    def mean(self, value: float) -> float:
+        """The mean over the processes."""
+        if self.size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total) / self.size
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every process holds, in order, on every process."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def share(self, value: Any) -> Any:
+        """What the main process holds."""
+        return self.gather(value)[0]
+
+
+@contextmanager
+def join(device: str | None = None) -> Iterator[World]:
+    """Join the processes that torchrun started, or be alone.
+
+    Args:
+        device: "cpu" or "cuda"; by default CUDA where there is one.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here; leave out --device, or take cpu")
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield World(torch.device(kind))
+        return
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if kind == "cuda":
+        torch.cuda.set_device(local)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    try:
+        where = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
+        yield World(where, dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

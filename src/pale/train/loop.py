@@ -1,0 +1,405 @@
+"""The loop. What a step does depends on the recipe, the weights before it and the step number alone.
+
+Samples, augmentation, mixing and drop path are drawn from (seed, epoch, sample) and (seed, step) over the
+global batch. So a run goes on bit-equal from any checkpoint, and the number of processes changes float
+rounding alone.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from .. import weights as weight_files
+from ..data.draws import number
+from ..data.labelled import batches
+from ..data.stream import Stream, StreamSampler
+from ..recipes.schema import Recipe, text
+from . import checkpoint
+from .distributed import World
+from .drop_path import DropPaths
+from .environment import environment
+from .evaluate import Evaluation, autocast, to_device
+from .log import Display, Log
+from .optim import optimizer, schedule
+
+SKIPS_IN_A_ROW = 10
+NAMED_SAMPLES = 4  # of a batch, in the message about a loss that is no number
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient is no number; the message says where."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step: steps done.
+        steps: steps to do.
+        figures: of the last evaluation.
+        signal: the signal that stopped it before the end, or None.
+    """
+
+    step: int
+    steps: int
+    figures: dict[str, float]
+    signal: int | None = None
+
+
+class Stopper:
+    """Turns SIGTERM and the first Ctrl-C into a wish to stop; a second Ctrl-C stops at once."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self.before = {s: signal.signal(s, self._on_signal) for s in self.SIGNALS}
+        return self
+
+    def _on_signal(self, which: int, frame: FrameType | None) -> None:
+        if self.asked == signal.SIGINT and which == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = which
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        for which, handler in self.before.items():
+            signal.signal(which, handler)
+
+
+def leave_ctrl_c_to_the_main_process(worker: int) -> None:
+    """For workers of a loader: a Ctrl-C on the terminal reaches them too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class Trainer:
+    """A run: everything that a checkpoint holds, and how to make a step.
+
+    Args:
+        recipe: what to do.
+        run: the run's folder.
+        world: the processes.
+    """
+
+    def __init__(self, recipe: Recipe, run: Path, world: World) -> None:
+        self.recipe, self.run, self.world = recipe, run, world
+        self.task = recipe.task()
+        self.data = self.task.train_data()
+        self.stream = Stream(len(self.data), recipe.batch, recipe.epochs, recipe.seed)  # type: ignore[arg-type]
+        self.sampler = StreamSampler(
+            self.stream, 0, world.rank, world.size, recipe.accumulate
+        )  # checks that the batch can be shared out
+        torch.manual_seed(recipe.seed)
+        self.model = self.task.model().to(world.device).train()
+        piece = recipe.batch // (world.size * recipe.accumulate)
+        self.drop_paths = DropPaths(self.model, recipe.batch, piece, recipe.seed)
+        self.optimizer = optimizer(self.model, recipe)
+        self.schedule = schedule(self.optimizer, recipe, self.stream.steps, self.stream.samples)
+        self.ema = ModelEmaV3(self.model, decay=recipe.ema) if recipe.ema else None
+        self.dtype = _dtype(recipe.precision, world.device)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
+        self.step, self.best, self.skipped = 0, -math.inf, 0
+        self.figures: dict[str, float] = {}
+        self.events: Log | None = None
+        self.evaluation = Evaluation(self.task, world, max(piece, 1), recipe.workers)
+        self.ddp = (
+            DistributedDataParallel(self.model, broadcast_buffers=True) if world.size > 1 else None
+        )
+        if world.device.type == "cuda":
+            # With torch 2.11 a compiled model stayed at chance on cuDNN's attention.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        self.network: Any = self.ddp or self.model
+        if recipe.compile:
+            self.network = torch.compile(self.network)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.run / "checkpoints"
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        """The moving average where there is one."""
+        return self.ema.module if self.ema else self.model
+
+    def resume(self, warn: Any) -> None:
+        """Go back to the newest good checkpoint, or to the start where there is none."""
+        path = checkpoint.newest(self.checkpoints, warn)
+        path = self.world.share(path)
+        if path is None:
+            return
+        models, state = checkpoint.load(path, self.world.device)
+        self.model.load_state_dict(models["model"])
+        if self.ema:
+            self.ema.module.load_state_dict(models.get("ema", models["model"]))
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.step, self.best, self.figures = state["step"], state["best"], state["figures"]
+        if self.step > self.stream.steps:
+            raise ValueError(
+                f"{path} has done {self.step} steps, the recipe asks for {self.stream.steps}; "
+                "give more epochs"
+            )
+
+    def save(self) -> None:
+        """Write a checkpoint, on the main process."""
+        if not self.world.main:
+            return
+        models = {"model": self.model.state_dict()}
+        if self.ema:
+            models["ema"] = self.ema.module.state_dict()
+        state = {
+            "step": self.step,
+            "best": self.best,
+            "figures": self.figures,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+        checkpoint.save(self.checkpoints, self.step, models, state, self._about())
+        checkpoint.prune(self.checkpoints, self.recipe.saving.keep)
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe.plain(),
+            "classes": list(self.task.classes),
+            "step": self.step,
+            "figures": self.figures,
+        }
+
+    def evaluate(self) -> None:
+        """Evaluate, and write the weights for use: the newest, and the best so far."""
+        self.figures, _ = self.evaluation.run(self.evaluated_model, self.dtype)
+        names = ["weights.safetensors"]
+        if (score := self.figures[self.task.best]) > self.best:
+            self.best = score
+            names.append("best.safetensors")
+        if self.world.main:
+            tensors, about = self.evaluated_model.state_dict(), self._about()
+            for name in names:
+                checkpoint.write_file(
+                    self.run / name, lambda path: weight_files.save(path, tensors, about)
+                )
+
+    def make_step(self, iterator: Iterator[Any]) -> dict[str, float]:
+        """One step of the optimizer: gradients of all pieces, clipping, update, average."""
+        recipe, world = self.recipe, self.world
+        self.schedule.step_update(self.step)
+        losses, keys, waited = [], [], 0.0
+        for i, positions in enumerate(self.sampler.positions):
+            began = time.perf_counter()
+            batch = next(iterator)
+            waited += time.perf_counter() - began
+            keys.append(batch["keys"])
+            torch.manual_seed(number(recipe.seed, self.step, world.rank * recipe.accumulate + i))
+            self.drop_paths.draw(self.step, positions)
+            batch = self.task.prepare(to_device(batch, world.device), self.step)
+            last = i == recipe.accumulate - 1
+            with nullcontext() if last or self.ddp is None else self.ddp.no_sync():
+                with autocast(world.device, self.dtype):
+                    loss = self.task.loss(self.network, batch)
+                self.scaler.scale(loss / recipe.accumulate).backward()
+            losses.append(loss.detach())
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optim.clip or math.inf)
+        mean = torch.stack(losses).mean().item()
+        # With fp16 an infinite gradient is ordinary: the scaler skips the step and tries a smaller scale.
+        bad = not math.isfinite(mean) or not (self.scaler.is_enabled() or norm.isfinite().item())
+        if world.any(bad)[0]:
+            self._nonfinite(mean, float(norm), torch.cat(keys), bad)
+        else:
+            self.scaler.step(self.optimizer)
+            if self.ema:
+                self.ema.update(self.model)
+            self.skipped = 0
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return {"loss": mean, "grad_norm": float(norm), "waited": waited}
+
+    def _nonfinite(self, loss: float, norm: float, keys: torch.Tensor, bad: bool) -> None:
+        names = [self.task.sample_name(int(index)) for _, index in keys[:NAMED_SAMPLES]]
+        told = self.world.gather((loss, norm, names) if bad else None)
+        loss, norm, names = next(entry for entry in told if entry is not None)
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        message = (
+            f"step {self.step}: loss {loss:g}, gradient norm {norm:g} at learning rate {lr:.3g}, "
+            f"on a batch of {', '.join(names)} and others"
+        )
+        self.skipped += 1
+        if self.recipe.on_nonfinite == "skip" and self.skipped < SKIPS_IN_A_ROW:
+            self.log("skipped", step=self.step, message=message)
+            return
+        self.optimizer.zero_grad()
+        self.save()
+        raise NonFiniteError(
+            f"{message}; the weights before this step are saved. Lower optim.lr, set "
+            "--precision bf16 or fp32, or pass over such steps: "
+            f"pale train --resume {self.run} --on_nonfinite skip"
+        )
+
+    def log(self, event: str, **values: Any) -> None:
+        """Write an event to the run's log, on the main process."""
+        if self.events:
+            self.events.write(event, **values)
+
+    def fit(self, quiet: bool = False) -> Outcome:
+        """Train to the end, or until a signal."""
+        recipe, world, steps = self.recipe, self.world, self.stream.steps
+        self.sampler.start = self.step
+        loader = DataLoader(
+            self.data,
+            batch_sampler=self.sampler,
+            collate_fn=self.task.collate,
+            num_workers=recipe.workers,
+            pin_memory=world.device.type == "cuda",
+            worker_init_fn=leave_ctrl_c_to_the_main_process,
+        )
+        title = f"{recipe.name} in {self.run}"
+        display = Display(title, steps, self.step, quiet or not world.main)
+        self.events = Log(self.run / "log.jsonl", self.step) if world.main else None
+        try:
+            with Stopper() as stopper, display:
+                self.log("start", step=self.step, steps=steps, **environment(world))
+                display.say(self._opening())
+                stopped = self._loop(batches(loader), stopper, display)
+                if stopped:
+                    self.save()
+                    self.log("stop", step=self.step, signal=stopped)
+                    display.say(
+                        f"stopped by {signal.Signals(stopped).name} after step {self.step} of {steps}, "
+                        f"all is saved; go on with: pale train --resume {self.run}"
+                    )
+                    return Outcome(self.step, steps, self.figures, stopped)
+                self.log("end", step=self.step, **self.figures)
+                display.say(f"done: {self.run / 'weights.safetensors'}")
+                return Outcome(self.step, steps, self.figures)
+        except ValueError as error:  # of the data, so between two steps
+            self.save()
+            raise ValueError(
+                f"{error}; step {self.step} is saved, go on with: pale train --resume {self.run}"
+            ) from None
+        finally:
+            if self.events:
+                self.events.close()
+
+    def _opening(self) -> str:
+        recipe, lr = self.recipe, self.recipe.peak_lr
+        scaled = f" = {recipe.optim.lr:g} x {recipe.batch} / {recipe.optim.lr_batch}"
+        parts = f"{self.world.size} x {recipe.accumulate} x {recipe.batch // self.world.size // recipe.accumulate}"
+        return (
+            f"{recipe.name}: {self.stream.samples} images, {len(self.task.classes)} classes, "
+            f"steps {self.step} to {self.stream.steps}, batch {recipe.batch} = {parts} "
+            f"(processes x accumulate x images), learning rate {lr:.3g}"
+            f"{scaled if recipe.optim.scale_lr else ' (not scaled)'}, "
+            f"{self.dtype or torch.float32} on {self.world.device.type}".replace("torch.", "")
+        )
+
+    def _loop(self, iterator: Iterator[Any], stopper: Stopper, display: Display) -> int | None:
+        """Steps until the end (None) or a signal (its number)."""
+        recipe, steps = self.recipe, self.stream.steps
+        saved = logged = time.monotonic()
+        logged_step, waited = self.step, 0.0
+        if self.step == steps and not self.figures:
+            self.evaluate()
+        while self.step < steps:
+            done = self.make_step(iterator)
+            waited += done["waited"]
+            if self.step % recipe.log_every == 0 or self.step in (1, steps):
+                now = time.monotonic()
+                values = self._figures(done, self.step - logged_step, now - logged, waited)
+                logged, logged_step, waited = now, self.step, 0.0
+                self.log("step", **values)
+                display.step(**values)
+            epoch = self.stream.epoch(self.step)
+            if self.step == steps or (
+                self.stream.ends_epoch(self.step) and epoch % recipe.eval_every == 0
+            ):
+                self.evaluate()
+                self.log("eval", step=self.step, epoch=epoch, **self.figures)
+                figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
+                display.evaluated(
+                    f"after epoch {self.step * recipe.batch / self.stream.samples:.2f}: {figures}"
+                )
+                logged = time.monotonic()
+            asked = self.world.any(stopper.asked is not None)[0]
+            due = recipe.saving.every_steps and self.step % recipe.saving.every_steps == 0
+            late = time.monotonic() - saved >= 60 * recipe.saving.every_minutes
+            if self.step == steps or (not asked and (due or late)):
+                self.save()
+                saved = time.monotonic()
+            if asked and self.step < steps:
+                return stopper.asked or signal.SIGTERM
+        return None
+
+    def _figures(
+        self, done: dict[str, float], steps: int, seconds: float, waited: float
+    ) -> dict[str, Any]:
+        cuda = self.world.device.type == "cuda"
+        return {
+            "step": self.step,
+            "epoch": self.step * self.recipe.batch / self.stream.samples,
+            "loss": self.world.mean(done["loss"]),
+            "lr": max(group["lr"] for group in self.optimizer.param_groups),
+            "grad_norm": done["grad_norm"],
+            "images_per_s": steps * self.recipe.batch / max(seconds, 1e-9),
+            "data_wait": min(1.0, waited / max(seconds, 1e-9)),
+            "memory_mb": torch.cuda.max_memory_allocated() / 2**20 if cuda else None,
+        }
+
+
+def _dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    if precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else None
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[precision]
+
+
+def train(
+    recipe: Recipe, run: Path, world: World, resume: bool = False, quiet: bool = False
+) -> Outcome:
+    """Train by a recipe in the folder `run`.
+
+    Args:
+        recipe: what to do.
+        run: where everything is written.
+        world: the processes, from `distributed.join`.
+        resume: go on from the newest good checkpoint in `run`.
+        quiet: show nothing.
+    """
+    trainer = Trainer(recipe, run, world)
+    warnings: list[str] = []
+    if resume:
+        trainer.resume(warnings.append)
+    if world.main:
+        run.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_file(run / "recipe.yaml", lambda path: _write(path, text(recipe)))
+        for warning in warnings:
+            Display("", 1, 0, quiet).say(warning)
+    return trainer.fit(quiet)
+
+
+def _write(path: Path, content: str) -> None:
+    path.write_text(content)

@@ -1,0 +1,38 @@
+"""AdamW with timm's parameter groups, and timm's cosine schedule as a function of the step."""
+
+from __future__ import annotations
+
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from timm.scheduler import CosineLRScheduler
+from torch import nn
+from torch.optim import AdamW
+
+from ..recipes.schema import Recipe
+
+
+def optimizer(model: nn.Module, recipe: Recipe) -> AdamW:
+    """AdamW: no decay on norms, biases and what the model names; learning rates by layer where asked for."""
+    optim = recipe.optim
+    named = getattr(model, "no_weight_decay", None)
+    spared = named() if callable(named) else set()
+    if optim.layer_decay is not None:
+        groups = param_groups_layer_decay(
+            model, optim.weight_decay, spared, layer_decay=optim.layer_decay
+        )
+    else:
+        groups = param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=spared)
+    cuda = next(model.parameters()).is_cuda
+    return AdamW(groups, recipe.peak_lr, optim.betas, optim.eps, fused=cuda or None)
+
+
+def schedule(optimizer: AdamW, recipe: Recipe, steps: int, samples: int) -> CosineLRScheduler:
+    """Linear warm-up, then cosine to the last step; `step_update(step)` before each step sets the rates."""
+    warmup = round(recipe.warmup_epochs * samples / recipe.batch)
+    return CosineLRScheduler(
+        optimizer,
+        t_initial=max(steps, 2),
+        lr_min=recipe.optim.min_lr * recipe.lr_factor,
+        warmup_t=min(warmup, steps - 1),
+        warmup_lr_init=recipe.optim.warmup_lr * recipe.lr_factor,
+        t_in_epochs=False,
+    )

@@ -1,0 +1,123 @@
+"""Weights in files: safetensors with all that is needed to use them; foreign files are read without unpickling."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by name, and what the file says about them.
+
+    Attributes:
+        tensors: by name.
+        about: for files of our own: "recipe" (plain values), "classes" (names), "step"; else empty.
+    """
+
+    tensors: dict[str, Tensor]
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write a safetensors file with `about` in its header."""
+    packed = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(packed, path, metadata={"pale": json.dumps(dict(about))})
+
+
+def load(path: Path) -> Weights:
+    """Read a run's folder, a safetensors file, or a foreign .pth or .pt as far as it holds tensors alone."""
+    if path.is_dir():
+        found = [path / name for name in ("weights.safetensors", "model.safetensors")]
+        found = [file for file in found if file.is_file()]
+        if not found:
+            raise ValueError(
+                f"{path} holds no weights.safetensors; a run writes it at each evaluation: "
+                f"go on with pale train --resume {path}, or give a .safetensors file"
+            )
+        path = found[0]
+    if not path.is_file():
+        raise ValueError(f"there are no weights at {path}; give a .safetensors file or a run")
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, "pt") as file:
+                about = json.loads((file.metadata() or {}).get("pale", "{}"))
+                return Weights({name: file.get_tensor(name) for name in file.keys()}, about)  # noqa: SIM118
+        except (SafetensorError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path} is damaged ({error}); take another file, or an earlier checkpoint of the run"
+            ) from None
+    return _foreign(path)
+
+
+def _foreign(path: Path) -> Weights:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{path} cannot be read as tensors alone ({reason}); nothing else is ever unpickled: "
+            "convert it to safetensors where you trust it"
+        ) from None
+    warnings.warn(f"{path.name} is a pickle, read as tensors alone", stacklevel=3)
+    for key in ("state_dict", "model", "state_dict_ema", "model_ema"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
+        raise ValueError(f"{path} holds no table of tensors by name, as a state_dict is")
+    return Weights({str(name).removeprefix("module."): v for name, v in content.items()})
+
+
+def put(model: nn.Module, weights: Weights, source: str | os.PathLike[str], new_head: bool) -> None:
+    """Load weights into a model, all of them.
+
+    Args:
+        model: a model of timm's interface.
+        weights: what to load.
+        source: where they come from, for messages.
+        new_head: leave the classifier as it is, for other classes.
+    """
+    own, tensors = model.state_dict(), dict(weights.tensors)
+    classifier = str(getattr(model, "pretrained_cfg", {}).get("classifier", "head.fc"))
+    head = [name for name in own if name.startswith(classifier + ".")]
+    if new_head:
+        tensors |= {name: own[name] for name in head}
+    for name in head:
+        if name in tensors and tensors[name].shape != own[name].shape:
+            raise ValueError(
+                f"{source} holds weights for {len(tensors[name])} classes, the data has "
+                f"{len(own[name])}; set model.new_head=true to keep the backbone alone"
+            )
+    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    if missing or extra:
+        raise ValueError(
+            f"{source} does not fit this model: {_few('missing', missing)}{_few('unknown', extra)}"
+            "was it trained with another model, attention or position?"
+        )
+    # APE resizes its maps itself while loading.
+    odd = [n for n in own if tensors[n].shape != own[n].shape and not n.endswith("ape.map")]
+    if odd:
+        name = odd[0]
+        raise ValueError(
+            f"{source} does not fit this model: {name} is {tuple(tensors[name].shape)}, "
+            f"expected {tuple(own[name].shape)}; was it trained with another model?"
+        )
+    model.load_state_dict(tensors)
+
+
+def _few(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{what} {', '.join(names[:3])}{more}; "

@@ -1,0 +1,116 @@
+"""Several processes, started by torchrun as a user does, against one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pale.recipes.schema import text
+from pale.train.distributed import World, join
+from pale.train.log import read
+from pale.train.loop import train
+
+from .tiny import tiny
+
+DIE_ONCE = """
+import os, signal, sys
+from pathlib import Path
+from pale.cli import main
+from pale.train.loop import Trainer
+
+make_step = Trainer.make_step
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+def dying(self, iterator):
+    if first and self.step == 5 and self.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make_step(self, iterator)
+
+Trainer.make_step = dying
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def torchrun(*arguments: object, script: tuple[str, ...] = ("-m", "pale")) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    restarts = ["--max-restarts=1"] if script[0] != "-m" else []
+    done = subprocess.run(
+        [*command, *restarts, *script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=180,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def curve(run: Path) -> list[tuple[int, float, float]]:
+    return [
+        (e["step"], e["loss"], e["grad_norm"])
+        for e in read(run / "log.jsonl")
+        if e["event"] == "step"
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("alone")
+    train(tiny(data__val_samples=13), run, World(torch.device("cpu")), quiet=True)
+    return run
+
+
+def check(run: Path, alone: Path) -> None:
+    assert len(curve(run)) == 9
+    for one, two in zip(curve(run), curve(alone), strict=True):
+        assert one == pytest.approx(two, rel=2e-3)
+    ours, theirs = load_file(run / "weights.safetensors"), load_file(alone / "weights.safetensors")
+    for name, tensor in theirs.items():
+        assert torch.allclose(ours[name], tensor, atol=2e-3), name
+
+
+def test_two_processes_with_half_the_batch_are_one_process(tmp_path, alone):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text(tiny(data__val_samples=13)))
+    torchrun("train", "--config", recipe, "--output", tmp_path / "run")
+    check(tmp_path / "run", alone)
+    # 13 validation images on two processes: each counted once.
+    last = [e for e in read(tmp_path / "run" / "log.jsonl") if e["event"] == "eval"][-1]
+    assert last["images"] == 13
+    start = read(tmp_path / "run" / "log.jsonl")[0]
+    assert start["processes"] == 2
+    # One process goes on where two stopped.
+    assert (
+        json.loads((tmp_path / "run/checkpoints/step_00000009/manifest.json").read_text())["step"]
+        == 9
+    )
+
+
+def test_torchrun_recovers_from_a_killed_worker(tmp_path, alone):
+    recipe, script = tmp_path / "recipe.yaml", tmp_path / "die_once.py"
+    recipe.write_text(text(tiny(data__val_samples=13, saving__every_steps=2)))
+    script.write_text(DIE_ONCE)
+    run = tmp_path / "run"
+    torchrun("train", "--config", recipe, "--output", run, script=(str(script),))
+    starts = [entry for entry in read(run / "log.jsonl") if entry["event"] == "start"]
+    assert [start["step"] for start in starts] == [0, 4]
+    check(run, alone)
+
+
+def test_alone_there_is_nothing_to_agree_on():
+    with join("cpu") as world:
+        assert (world.rank, world.size, world.main) == (0, 1, True)
+        assert world.any(True, False) == [True, False]
+        assert world.mean(2.5) == 2.5
+        assert world.gather("x") == ["x"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_gpu_is_said():
+    with pytest.raises(ValueError, match="no CUDA device here"), join("cuda"):
+        pass

@@ -1,0 +1,231 @@
+import os
+import signal
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from pale.train import loop
+from pale.train.distributed import World
+from pale.train.log import read
+from pale.train.loop import NonFiniteError, Trainer, train
+
+from .tiny import tiny
+
+ALONE = World(torch.device("cpu"))
+
+
+def weights(run):
+    return load_file(run / "weights.safetensors")
+
+
+def assert_same(one, two, **tolerance):
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert (
+            torch.allclose(tensor, two[name], **tolerance)
+            if tolerance
+            else torch.equal(tensor, two[name])
+        ), name
+
+
+def events(run, kind):
+    return [entry for entry in read(run / "log.jsonl") if entry["event"] == kind]
+
+
+def test_a_run_leaves_log_recipe_weights_and_checkpoint(tmp_path):
+    outcome = train(tiny(), tmp_path, ALONE, quiet=True)
+    assert outcome.step == outcome.steps == 9
+    assert outcome.signal is None
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "best.safetensors",
+        "checkpoints",
+        "log.jsonl",
+        "recipe.yaml",
+        "weights.safetensors",
+    }
+    assert [entry["step"] for entry in events(tmp_path, "step")] == list(range(1, 10))
+    assert [entry["epoch"] for entry in events(tmp_path, "eval")] == [1, 2, 3]
+    (start,) = events(tmp_path, "start")
+    assert start["torch"] == torch.__version__
+    assert outcome.figures["images"] == 12
+
+
+def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path):
+    for name in ("a", "b"):
+        torch.manual_seed(hash(name) % 1000)
+        train(tiny(), tmp_path / name, ALONE, quiet=True)
+    assert_same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    train(tiny(seed=1), tmp_path / "c", ALONE, quiet=True)
+    with pytest.raises(AssertionError):
+        assert_same(weights(tmp_path / "a"), weights(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_saves_says_how_to_go_on_and_the_rest_is_bit_equal(
+    tmp_path, monkeypatch, capsys, which
+):
+    train(tiny(), tmp_path / "whole", ALONE, quiet=True)
+    make_step = Trainer.make_step
+
+    def interrupted(self, iterator):
+        if self.step == 4:
+            os.kill(os.getpid(), which)
+        return make_step(self, iterator)
+
+    run = tmp_path / "cut"
+    monkeypatch.setattr(Trainer, "make_step", interrupted)
+    outcome = train(tiny(), run, ALONE)
+    monkeypatch.undo()
+    assert (outcome.step, outcome.signal) == (5, which)
+    said = capsys.readouterr().out.replace("\n", "")
+    assert f"stopped by {which.name} after step 5 of 9" in said
+    assert f"go on with: pale train --resume {run}" in said
+    assert train(tiny(), run, ALONE, resume=True, quiet=True).step == 9
+    assert_same(weights(tmp_path / "whole"), weights(run))
+    curve = [(e["step"], e["loss"]) for e in events(run, "step")]
+    assert curve == [(e["step"], e["loss"]) for e in events(tmp_path / "whole", "step")]
+    assert signal.getsignal(which) != signal.SIG_IGN
+
+
+def test_accumulation_changes_rounding_alone(tmp_path):
+    train(tiny(), tmp_path / "one", ALONE, quiet=True)
+    train(tiny(accumulate=2), tmp_path / "two", ALONE, quiet=True)
+    for a, b in zip(
+        events(tmp_path / "one", "step"), events(tmp_path / "two", "step"), strict=True
+    ):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+
+
+def test_workers_change_nothing(tmp_path):
+    train(tiny(), tmp_path / "none", ALONE, quiet=True)
+    train(tiny(data__workers=2), tmp_path / "two", ALONE, quiet=True)
+    assert_same(weights(tmp_path / "none"), weights(tmp_path / "two"))
+
+
+def test_moving_average_is_that_of_the_weights(tmp_path):
+    trainer = Trainer(tiny(), tmp_path, ALONE)
+    expected = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    loader = torch.utils.data.DataLoader(
+        trainer.data, batch_sampler=trainer.sampler, collate_fn=trainer.task.collate
+    )
+    iterator = iter(loader)
+    for _ in range(3):
+        trainer.make_step(iterator)
+        for name, p in trainer.model.named_parameters():
+            expected[name] = 0.9 * expected[name] + 0.1 * p.detach()
+    for name, p in trainer.ema.module.named_parameters():
+        assert torch.allclose(p, expected[name], atol=1e-6), name
+
+
+def test_clipping_bounds_the_step_and_reports_the_norm_before(tmp_path):
+    trainer = Trainer(tiny(optim__clip=1e-3), tmp_path, ALONE)
+    norms = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda opt, *_: norms.append(
+            torch.nn.utils.get_total_norm(
+                [p.grad for g in opt.param_groups for p in g["params"]]
+            ).item()
+        )
+    )
+    loader = torch.utils.data.DataLoader(
+        trainer.data, batch_sampler=trainer.sampler, collate_fn=trainer.task.collate
+    )
+    done = trainer.make_step(iter(loader))
+    assert done["grad_norm"] > 0.01
+    assert norms == [pytest.approx(1e-3, rel=0.01)]
+
+
+def poison(monkeypatch, steps):
+    loss = loop.Trainer.make_step
+
+    def bad(self, iterator):
+        plain = self.task.loss
+
+        def poisoned(model, batch):
+            return plain(model, batch) * (float("nan") if self.step in steps else 1.0)
+
+        self.task.loss = poisoned
+        try:
+            return loss(self, iterator)
+        finally:
+            self.task.loss = plain
+
+    monkeypatch.setattr(loop.Trainer, "make_step", bad)
+
+
+def test_a_loss_that_is_no_number_stops_before_it_does_harm(tmp_path, monkeypatch):
+    poison(monkeypatch, {4})
+    with pytest.raises(NonFiniteError) as error:
+        train(tiny(), tmp_path / "bad", ALONE, quiet=True)
+    message = str(error.value)
+    for text in ("step 4: loss nan", "at learning rate 0.0", "scene ", "--on_nonfinite skip"):
+        assert text in message
+    monkeypatch.undo()
+    # The state before it was kept: going on without the poison is the run without it.
+    train(tiny(), tmp_path / "good", ALONE, quiet=True)
+    train(tiny(), tmp_path / "bad", ALONE, resume=True, quiet=True)
+    assert_same(weights(tmp_path / "good"), weights(tmp_path / "bad"))
+
+
+def test_such_a_step_can_be_skipped_but_not_for_ever(tmp_path, monkeypatch):
+    poison(monkeypatch, {2, 4})
+    outcome = train(tiny(on_nonfinite="skip"), tmp_path / "a", ALONE, quiet=True)
+    assert outcome.step == 9
+    assert [entry["step"] for entry in events(tmp_path / "a", "skipped")] == [2, 4]
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "a").values())
+    monkeypatch.undo()
+    poison(monkeypatch, set(range(100)))
+    with pytest.raises(NonFiniteError, match="step 9"):
+        train(tiny(on_nonfinite="skip", epochs=9), tmp_path / "b", ALONE, quiet=True)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_trains_and_resumes(tmp_path, precision):
+    recipe = tiny(precision=precision, epochs=2)
+    train(recipe, tmp_path / "whole", ALONE, quiet=True)
+    losses = [entry["loss"] for entry in events(tmp_path / "whole", "step")]
+    assert all(1 < loss < 4 for loss in losses)
+    train(
+        tiny(precision=precision, epochs=2, saving__every_steps=2),
+        tmp_path / "b",
+        ALONE,
+        quiet=True,
+    )
+    for path in (tmp_path / "b" / "checkpoints").glob("step_*6"):
+        (path / "trainer.pt").unlink()  # the last one is lost
+    train(recipe, tmp_path / "b", ALONE, resume=True, quiet=True)
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "b"))
+
+
+def test_an_unreadable_picture_stops_the_run_but_loses_nothing(tmp_path):
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            folder = tmp_path / "data" / split / name
+            folder.mkdir(parents=True)
+            for i in range(4):
+                Image.new("RGB", (40, 40), (i * 60, 0, 90)).save(folder / f"{i}.png")
+    recipe = tiny(data__kind="folder", data__root=str(tmp_path / "data"), batch=2)
+    good = tmp_path / "data" / "train" / "a" / "2.png"
+    content = good.read_bytes()
+    good.write_bytes(content[:40])
+    run = tmp_path / "run"
+    with pytest.raises(ValueError, match=r"a/2\.png: cannot be read as an image.* is saved, go on"):
+        train(recipe, run, ALONE, quiet=True)
+    good.write_bytes(content)
+    assert train(recipe, run, ALONE, resume=True, quiet=True).step == 12
+
+
+def test_more_steps_done_than_asked_for_is_an_error(tmp_path):
+    train(tiny(epochs=2), tmp_path, ALONE, quiet=True)
+    with pytest.raises(
+        ValueError, match="has done 6 steps, the recipe asks for 3; give more epochs"
+    ):
+        train(tiny(epochs=1), tmp_path, ALONE, resume=True, quiet=True)
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match="batch of 9 cannot be cut into 2 equal parts"):
+        train(tiny(batch=9, accumulate=2), tmp_path, ALONE, quiet=True)
