@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,15 @@ def join(device: str | None = None) -> Iterator[World]:
     local = int(os.environ.get("LOCAL_RANK", 0))
     if kind == "cuda":
         torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    store, rank, size = next(iter(rendezvous("env://")))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # After a restart torchrun's store still holds the addresses of the killed processes. On several machines
+        # the counts of restarts may differ: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives a new store.
+        store = PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         where = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
-        yield World(where, dist.get_rank(), dist.get_world_size())
+        yield World(where, rank, size)
     finally:
         dist.destroy_process_group()

@@ -126,9 +126,7 @@ class Trainer:
         self.figures: dict[str, float] = {}
         self.events: Log | None = None
         self.evaluation = Evaluation(self.task, world, max(piece, 1), recipe.workers)
-        self.ddp = (
-            DistributedDataParallel(self.model, broadcast_buffers=True) if world.size > 1 else None
-        )
+        self.ddp = DistributedDataParallel(self.model) if world.size > 1 else None
         if world.device.type == "cuda":
             # With torch 2.11 a compiled model stayed at chance on cuDNN's attention.
             torch.backends.cuda.enable_cudnn_sdp(False)

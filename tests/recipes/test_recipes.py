@@ -1,0 +1,110 @@
+import pytest
+import timm
+import torch
+import yaml
+
+from pale import cost
+from pale.recipes import RECIPES, get
+from pale.recipes.schema import parse, read, text
+
+PAPER = [name for name in RECIPES if name.startswith(("imagenet", "ablations"))]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_survives_its_file_and_says_what_it_is(tmp_path, name):
+    recipe = get(name)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text(recipe))
+    assert read(path) == recipe
+    assert recipe.name == name
+    assert recipe.about.endswith(".")
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_model_of_a_recipe_has_the_size_that_the_paper_reports(name):
+    recipe = get(name)
+    with torch.device("meta"):
+        model = recipe.model.build(1000, 224)
+    params = sum(p.numel() for p in model.parameters()) / 1e6
+    # APE's maps are beside the 22 M of the table.
+    assert params == pytest.approx(recipe.reported.params_m, rel=0.04)
+    macs = cost.count(model.config, (224, 224), counting="paper").macs / 1e9
+    assert macs == pytest.approx(recipe.reported.macs_g, rel=0.02)
+
+
+def test_imagenet_holds_every_value_of_the_papers_appendix():
+    tiny, small, base = (get(f"imagenet.pale_{size}") for size in "tsb")
+    for recipe in (tiny, small, base):
+        assert (recipe.epochs, recipe.batch, recipe.warmup_epochs) == (300, 1024, 20)
+        assert (recipe.optim.lr, recipe.optim.weight_decay) == (1e-3, 0.05)
+        assert (recipe.data.size, recipe.data.crop) == (224, 0.875)
+        assert recipe.ema is None
+        assert recipe.augment.flip == 0.5
+        assert (recipe.mix.mixup, recipe.mix.cutmix, recipe.mix.smoothing) == (0.8, 1.0, 0.1)
+    assert [r.model.drop_path for r in (tiny, small, base)] == [0.1, 0.3, 0.5]
+    assert [r.reported.top1 for r in (tiny, small, base)] == [83.4, 84.3, 84.9]
+
+
+def test_ablations_differ_from_pale_t_in_one_thing_alone():
+    base = get("imagenet.pale_t")
+    for name in RECIPES:
+        if name.startswith("ablations."):
+            row = get(name)
+            changed = {
+                field
+                for field in type(base.model).model_fields
+                if getattr(row.model, field) != getattr(base.model, field)
+            }
+            assert len(changed) <= 1, name
+            same = {"model": base.model, "reported": base.reported, "name": "", "about": ""}
+            assert row.model_copy(update=same) == base.model_copy(update={"name": "", "about": ""})
+    assert sum(name.startswith("ablations.") for name in RECIPES) == 13
+
+
+def test_peers_of_timms_are_built_by_name():
+    recipe = get("small_data.pale_t").override({"model.name": "resnet18", "model.drop_path": 0})
+    with torch.device("meta"):
+        assert isinstance(recipe.model.build(10, 64), timm.models.ResNet)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optim.lrr": 1}, r"no setting 'optim\.lrr'; did you mean 'optim\.lr'"),
+        ({"model.attention": "cros"}, r"model\.attention must be 'parallel'.*got 'cros'"),
+        ({"epochs": 0}, "epochs must be greater than or equal to 1, got 0"),
+        ({"epochs": 10}, "warmup_epochs must be fewer than epochs, got 20 and 10"),
+        ({"data.size": 4}, r"data\.size must be greater than or equal to 16, got 4"),
+    ],
+    ids=["key", "word", "range", "warm-up", "size"],
+)
+def test_wrong_values_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        get("imagenet.pale_t").override(changes)
+
+
+def test_unknown_recipes_and_models_name_the_nearest():
+    with pytest.raises(ValueError, match=r"no recipe 'imagenet\.pale', did you mean 'imagenet"):
+        get("imagenet.pale")
+    with pytest.raises(ValueError, match="got 'pale_tinny'; did you mean pale_tiny"):
+        get("quickstart").override({"model.name": "pale_tinny"}).task().model()
+
+
+def test_what_a_recipe_needs_is_asked_for():
+    with pytest.raises(ValueError, match=r"finetune\.pale_t needs model\.weights"):
+        get("finetune.pale_t").task()
+    with pytest.raises(ValueError, match=r"data\.root is not set"):
+        get("imagenet.pale_t").task()
+
+
+def test_files_that_hold_no_recipe_are_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    with pytest.raises(ValueError, match="no recipe file"):
+        read(path)
+    path.write_text("a: [")
+    with pytest.raises(ValueError, match="is not YAML"):
+        read(path)
+    with pytest.raises(ValueError, match="holds no recipe"):
+        parse([1], "x")
+    with pytest.raises(ValueError, match="kind must be one of classification, got 'poem'"):
+        parse(yaml.safe_load("kind: poem"), "x")
