@@ -9,6 +9,8 @@ demo: .venv/core
 	$(BIN)/pale cost --paper
 	$(BIN)/pale info pale_tiny --size 224 224
 	$(BIN)/pale view pales pale_tiny --size 224 224 -o runs/demo/pales.png
+	rm -rf runs/demo/quickstart
+	$(BIN)/pale train quickstart --output runs/demo/quickstart
 
 test: lint
 	$(BIN)/python -m pytest -n 2

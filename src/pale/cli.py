@@ -90,7 +90,7 @@ def _parser() -> Parser:
         commands, "doctor", _doctor, "show versions, devices, and which back-end runs where and why"
     )
 
-    cli_train.add_commands(lambda name, run, help_: _command(commands, name, run, help_))
+    cli_train.add_commands(commands, _command)
 
     view = commands.add_parser("view", help="draw what the model looks at")
     views = view.add_subparsers(required=True, metavar="WHAT", parser_class=Parser)

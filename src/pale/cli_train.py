@@ -1,4 +1,4 @@
-"""The commands of training: recipes, train, eval."""
+"""The commands of training: recipes, train, eval, report."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from rich.table import Table
 
 OVERRIDDEN = ("train", "eval")  # commands that take the settings of a recipe as options
 
-AddCommand = Callable[[str, Callable[[argparse.Namespace], int | None], str], Any]
+Run = Callable[[argparse.Namespace], int | None]
 
 
-def add_commands(command: AddCommand) -> None:
-    """Add the commands; `command(name, run, help)` makes a parser."""
+def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> None:
+    """Add the commands; `add(commands, name, run, help)` makes a parser."""
+
+    def command(name: str, run: Run, help_: str) -> Any:
+        return add(commands, name, run, help_)
+
     recipes = command("recipes", _recipes, "list the recipes, or show one")
     recipes.add_argument("show", nargs="?", choices=["show"], help="show one recipe as YAML")
     recipes.add_argument("name", nargs="?", help="for example imagenet.pale_t")
@@ -42,6 +46,17 @@ def add_commands(command: AddCommand) -> None:
     eval_.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     eval_.add_argument("--batch-size", type=int, default=64, help="images at a time (default 64)")
     eval_.epilog = "Settings of the recipe are options too: --data.root DIR --data.size 384."
+
+    report = command("report", _report, "write report.html of a run, finished or not")
+    report.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
+
+    data = commands.add_parser("data", help="look after data sets")
+    kinds = data.add_subparsers(required=True, metavar="WHAT", parser_class=type(data))
+    check = add(kinds, "check", _check, "find what is wrong with a folder of images")
+    check.add_argument("root", type=Path, help="holds train/<class>/<picture> and val/...")
+    check.add_argument("--splits", nargs="+", default=["train", "val"], help="default: train val")
+    check.add_argument("--sheet", type=Path, help="also draw some pictures of each class: out.png")
+    check.add_argument("--workers", type=int, help="processes (default: one a core)")
 
 
 def take_overrides(argv: Sequence[str], known: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
@@ -164,6 +179,41 @@ def _eval(args: argparse.Namespace) -> None:
         f"top-1 {figures['top1']:.2f} %{paper}, top-5 {figures['top5']:.2f} %, loss {figures['loss']:.4f}, "
         f"{figures['images']:.0f} images"
     )
+
+
+def _report(args: argparse.Namespace) -> None:
+    from .train.report import write
+
+    path = write(args.folder)
+    sys.stdout.write(json.dumps({"report": str(path)}) + "\n" if args.json else f"{path} written\n")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from .data.check import SHOWN, check, sheet
+
+    found = check(args.root, tuple(args.splits), args.workers)
+    if args.sheet:
+        sheet(args.root, next(iter(found.counts)), args.sheet)
+    if args.json:
+        sys.stdout.write(json.dumps(found.plain(), indent=1) + "\n")
+        return 0 if found.good else 1
+    for split, labels in found.counts.items():
+        _say(f"{split}: {sum(labels.values())} pictures in {len(labels)} classes")
+    for problem in found.problems:
+        word = "problem" if problem.serious else "note"
+        _say(f"{word}: {problem.kind} ({len(problem.items)}); {problem.advice}")
+        for item in problem.items[:SHOWN]:
+            _say(f"  {item}")
+        if len(problem.items) > SHOWN:
+            _say(f"  and {len(problem.items) - SHOWN} more; --json names all")
+    _say("ready to train" if found.good else "not ready: see the problems above")
+    if args.sheet:
+        _say(f"{args.sheet} written")
+    return 0 if found.good else 1
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
 
 
 def _console() -> Console:

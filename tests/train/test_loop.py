@@ -41,8 +41,10 @@ def test_a_run_leaves_log_recipe_weights_and_checkpoint(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         "best.safetensors",
         "checkpoints",
+        "evaluation.json",
         "log.jsonl",
         "recipe.yaml",
+        "report.html",
         "weights.safetensors",
     }
     assert [entry["step"] for entry in events(tmp_path, "step")] == list(range(1, 10))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -20,6 +21,9 @@ class Metric(Protocol):
 
     def merge(self, states: Sequence[Any]) -> dict[str, float]:
         """The figures over all processes; percentages are 0 to 100."""
+
+    def details(self) -> dict[str, Any]:
+        """After `merge`: what the report shows, as JSON holds it."""
 
 
 class Task(Protocol):
@@ -53,6 +57,9 @@ class Task(Protocol):
 
     def metric(self) -> Metric:
         """A new, empty metric."""
+
+    def val_picture(self, index: int) -> Image.Image:
+        """A picture of the validation set, for the report."""
 
     def sample_name(self, index: int) -> str:
         """Where a training sample comes from, for messages."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import timm
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -173,7 +174,11 @@ class ClassificationTask:
 
     def metric(self) -> TopK:
         """Top-1, top-5, loss."""
-        return TopK(len(self.classes))
+        return TopK(self.classes)
+
+    def val_picture(self, index: int) -> Image.Image:
+        """The picture as it was before any transform."""
+        return self.val_source.image(index)
 
     def sample_name(self, index: int) -> str:
         """The file."""
@@ -186,8 +191,8 @@ class TopK:
 
     MISTAKES = 24
 
-    def __init__(self, classes: int) -> None:
-        self.classes = classes
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.classes = names, len(names)
         self.sums: Tensor | None = None  # images, top-1, top-5, loss
         self.confusion: Tensor | None = None  # [label, guess]
         self.mistakes: list[tuple[float, int, int, int]] = []  # loss, sample, label, guess
@@ -240,4 +245,12 @@ class TopK:
             "top5": 100 * top5 / images,
             "loss": loss / images,
             "images": images,
+        }
+
+    def details(self) -> dict[str, Any]:
+        """Class names, confusion [label][guess], mistakes (loss, sample, label, guess), worst first."""
+        return {
+            "classes": list(self.names),
+            "confusion": self.total_confusion.tolist(),
+            "mistakes": self.worst,
         }

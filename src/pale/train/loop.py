@@ -7,6 +7,7 @@ rounding alone.
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import threading
@@ -29,7 +30,7 @@ from ..data.draws import number
 from ..data.labelled import batches
 from ..data.stream import Stream, StreamSampler
 from ..recipes.schema import Recipe, text
-from . import checkpoint
+from . import checkpoint, report
 from .distributed import World
 from .drop_path import DropPaths
 from .environment import environment
@@ -190,12 +191,14 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Evaluate, and write the weights for use: the newest, and the best so far."""
-        self.figures, _ = self.evaluation.run(self.evaluated_model, self.dtype)
+        self.figures, metric = self.evaluation.run(self.evaluated_model, self.dtype)
         names = ["weights.safetensors"]
         if (score := self.figures[self.task.best]) > self.best:
             self.best = score
             names.append("best.safetensors")
         if self.world.main:
+            details = json.dumps(metric.details())
+            checkpoint.write_file(self.run / "evaluation.json", lambda path: _write(path, details))
             tensors, about = self.evaluated_model.state_dict(), self._about()
             for name in names:
                 checkpoint.write_file(
@@ -294,6 +297,8 @@ class Trainer:
                     return Outcome(self.step, steps, self.figures, stopped)
                 self.log("end", step=self.step, **self.figures)
                 display.say(f"done: {self.run / 'weights.safetensors'}")
+                if world.main:
+                    display.say(f"report: {report.write(self.run)}")
                 return Outcome(self.step, steps, self.figures)
         except ValueError as error:  # of the data, so between two steps
             self.save()

@@ -1,0 +1,148 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pale.cli import main
+from pale.data.check import check, sheet
+
+
+def picture(seed: int, w: int = 48, h: int = 40) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (h, w, 3), np.uint8))
+
+
+@pytest.fixture
+def good(tmp_path) -> Path:
+    seed = 0
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            folder = tmp_path / split / label
+            folder.mkdir(parents=True)
+            for i in range(3):
+                seed += 1
+                picture(seed).save(folder / f"{i}.png")
+    return tmp_path
+
+
+def problems(root: Path) -> dict[str, list[str]]:
+    return {problem.kind: problem.items for problem in check(root, workers=1).problems}
+
+
+def test_a_good_set_has_no_problem(good):
+    report = check(good, workers=1)
+    assert report.good
+    assert report.problems == []
+    assert report.counts == {"train": {"cat": 3, "dog": 3}, "val": {"cat": 3, "dog": 3}}
+    assert report.sizes == {"48x40": 12}
+
+
+def truncate(root):
+    path = root / "train/cat/0.png"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def empty(root):
+    (root / "train/fox").mkdir()
+    (root / "val/fox").mkdir()
+
+
+def misspelt(root):
+    (root / "val/cat").rename(root / "val/cats")
+
+
+def leak(root):
+    # The same pixels in another file format.
+    Image.open(root / "train/dog/1.png").save(root / "val/dog/copy.bmp")
+
+
+def two_labels(root):
+    Image.open(root / "train/dog/1.png").save(root / "train/cat/9.png")
+
+
+def twice(root):
+    Image.open(root / "train/dog/1.png").save(root / "train/dog/9.png")
+
+
+def small(root):
+    picture(99, 20, 40).save(root / "train/cat/small.png")
+
+
+def long(root):
+    picture(98, 400, 40).save(root / "train/cat/long.png")
+
+
+def plain(root):
+    Image.new("RGB", (40, 40), "red").save(root / "train/cat/red.png")
+
+
+def loose(root):
+    picture(97).save(root / "train/loose.png")
+
+
+def other(root):
+    (root / "train/cat/notes.txt").write_text("x")
+
+
+def uneven(root):
+    for i in range(40):
+        picture(1000 + i).save(root / f"train/cat/more{i}.png")
+
+
+@pytest.mark.parametrize(
+    ("harm", "kind", "item", "serious"),
+    [
+        (truncate, "unreadable", "train/cat/0.png: cannot be read", True),
+        (empty, "empty class", "train/fox", True),
+        (misspelt, "class not in training", "val/cats", True),
+        (misspelt, "class not in validation", "val/cat", True),
+        (leak, "the same picture in train and val", "train/dog/1.png = val/dog/copy.bmp", True),
+        (two_labels, "the same picture in two classes", "train/cat/9.png = train/dog/1.png", True),
+        (twice, "the same picture twice", "train/dog/1.png = train/dog/9.png", False),
+        (small, "smaller than 32 pixels", "train/cat/small.png: 20x40", False),
+        (long, "sides of more than 4 to 1", "train/cat/long.png: 400x40", False),
+        (plain, "one colour only", "train/cat/red.png", False),
+        (loose, "outside a class folder", "train/loose.png", True),
+        (other, "not a picture by its name", "train/cat/notes.txt", False),
+        (uneven, "uneven classes", "cat: 43 pictures, dog: 3", False),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_each_problem_is_found_and_named(good, harm, kind, item, serious):
+    harm(good)
+    found = problems(good)
+    assert any(entry.startswith(item) for entry in found[kind])
+    assert check(good, workers=1).good is not serious
+
+
+def test_the_command_prints_draws_and_tells_by_its_code(good, capsys):
+    words = ["data", "check", str(good), "--sheet", str(good / "sheets/a.png"), "--workers", "1"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "train: 6 pictures in 2 classes" in out
+    assert "ready to train" in out
+    with Image.open(good / "sheets/a.png") as image:
+        assert np.asarray(image).std() > 10
+    leak(good)
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert "problem: the same picture in train and val (1); validation would flatter" in out
+    assert "not ready" in out
+    assert main([*words, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["good"] is False
+
+
+def test_a_sheet_passes_over_what_cannot_be_read(good):
+    truncate(good)
+    sheet(good, "train", good / "a.png")
+    assert (good / "a.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("nowhere", "there is no folder"), ("train", "holds no train and no val folder")],
+)
+def test_a_wrong_place_says_what_is_expected(good, where, message):
+    with pytest.raises(ValueError, match=message):
+        check(good / where, workers=1)
