@@ -50,6 +50,18 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
     report = command("report", _report, "write report.html of a run, finished or not")
     report.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
 
+    features = command("features", _features, "write the embeddings of a folder of images")
+    features.add_argument("weights", type=Path, help="a run's folder, or a .safetensors file")
+    features.add_argument("root", type=Path, help="holds <class>/<picture>")
+    features.add_argument("-o", "--output", type=Path, required=True, help="out.safetensors")
+    features.add_argument("--recipe", help="for foreign weights: the recipe that says the model")
+    features.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    features.add_argument("--workers", type=int, default=0, help="reading processes (default 0)")
+
+    probe = command("probe", _probe, "fit and score a linear classifier on features")
+    probe.add_argument("train", type=Path, help="features to fit on")
+    probe.add_argument("val", type=Path, help="features to score on")
+
     data = commands.add_parser("data", help="look after data sets")
     kinds = data.add_subparsers(required=True, metavar="WHAT", parser_class=type(data))
     check = add(kinds, "check", _check, "find what is wrong with a folder of images")
@@ -57,6 +69,11 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
     check.add_argument("--splits", nargs="+", default=["train", "val"], help="default: train val")
     check.add_argument("--sheet", type=Path, help="also draw some pictures of each class: out.png")
     check.add_argument("--workers", type=int, help="processes (default: one a core)")
+    pack = add(kinds, "pack", _pack, "pack folders of images into tar shards")
+    pack.add_argument("root", type=Path, help="holds train/<class>/<picture> and val/...")
+    pack.add_argument("output", type=Path, help="folder for the shards")
+    pack.add_argument("--splits", nargs="+", default=["train", "val"], help="default: train val")
+    pack.add_argument("--shard-mb", type=float, default=256, help="size of a shard (default 256)")
 
 
 def take_overrides(argv: Sequence[str], known: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
@@ -188,6 +205,37 @@ def _report(args: argparse.Namespace) -> None:
     sys.stdout.write(json.dumps({"report": str(path)}) + "\n" if args.json else f"{path} written\n")
 
 
+def _features(args: argparse.Namespace) -> None:
+    from .data.images import folder
+    from .features import backbone, extract
+
+    model, recipe = backbone(args.weights, args.recipe)
+    found = extract(
+        model,
+        folder(args.root),
+        recipe.data.size,
+        recipe.data.crop,
+        workers=args.workers,
+        device=args.device,
+    )
+    found.save(args.output)
+    count, width = found.vectors.shape
+    if args.json:
+        sys.stdout.write(json.dumps({"pictures": count, "features": width}) + "\n")
+    else:
+        _say(f"{args.output}: {count} pictures, {width} features each")
+
+
+def _probe(args: argparse.Namespace) -> None:
+    from .features import Features, probe
+
+    found = probe(Features.load(args.train), Features.load(args.val))
+    if args.json:
+        sys.stdout.write(json.dumps(vars(found)) + "\n")
+    else:
+        _say(f"top-1 {found.val:.2f} % (fitted on {found.train:.2f} %), penalty {found.strength:g}")
+
+
 def _check(args: argparse.Namespace) -> int:
     from .data.check import SHOWN, check, sheet
 
@@ -210,6 +258,28 @@ def _check(args: argparse.Namespace) -> int:
     if args.sheet:
         _say(f"{args.sheet} written")
     return 0 if found.good else 1
+
+
+def _pack(args: argparse.Namespace) -> None:
+    from .data.images import folder
+    from .data.shards import pack
+
+    if args.shard_mb <= 0:
+        raise ValueError(f"--shard-mb must be greater than 0, got {args.shard_mb:g}")
+    classes, written = None, {}
+    sources = {}
+    for split in args.splits:
+        sources[split] = folder(args.root / split, classes)
+        classes = sources[split].classes
+    for split, source in sources.items():
+        paths = pack(source, args.output, split, int(args.shard_mb * 2**20))
+        written[split] = {"pictures": len(source), "shards": len(paths)}
+    if args.json:
+        sys.stdout.write(json.dumps(written, indent=1) + "\n")
+        return
+    for split, counts in written.items():
+        _say(f"{split}: {counts['pictures']} pictures in {counts['shards']} shards")
+    _say(f"train with: pale train RECIPE --data.kind shards --data.root {args.output}")
 
 
 def _say(text: str) -> None:

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -22,28 +22,36 @@ class UnreadableImageError(ValueError):
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
     """A picture as RGB, turned as its EXIF entry says, transparency laid on white, 16 bits brought to 8."""
     try:
-        with Image.open(path) as image:
-            w, h = image.size
-            if w * h > MOST_PIXELS:
-                raise UnreadableImageError(_too_large(path, f"{w}x{h}"))
-            image.load()
-            return to_rgb(ImageOps.exif_transpose(image))
-    except UnreadableImageError:
-        raise
+        with open(path, "rb") as file:
+            return decode(file, str(path))
     except FileNotFoundError:
         raise UnreadableImageError(
             f"{path}: there is no such file; was it moved after the list was made?"
         ) from None
+
+
+def decode(file: IO[bytes], name: str) -> Image.Image:
+    """`read_image` for an open file; `name` is for messages."""
+    try:
+        with Image.open(file) as image:
+            w, h = image.size
+            if w * h > MOST_PIXELS:
+                raise UnreadableImageError(_too_large(name, f"{w}x{h}"))
+            image.load()
+            return to_rgb(ImageOps.exif_transpose(image))
+    except UnreadableImageError:
+        raise
     except Image.DecompressionBombError as error:
-        raise UnreadableImageError(_too_large(path, str(error))) from None
+        raise UnreadableImageError(_too_large(name, str(error))) from None
     except Exception as error:
+        reason = "no picture format is known for it" if "cannot identify" in str(error) else error
         raise UnreadableImageError(
-            f"{path}: cannot be read as an image ({error}); delete it or replace it"
+            f"{name}: cannot be read as an image ({reason}); delete it or replace it"
         ) from None
 
 
-def _too_large(path: str | os.PathLike[str], size: str) -> str:
-    return f"{path}: more than {MOST_PIXELS:,} pixels ({size}); shrink it before training"
+def _too_large(name: str, size: str) -> str:
+    return f"{name}: more than {MOST_PIXELS:,} pixels ({size}); shrink it before training"
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 Plane = NDArray[np.float32]
 SMALLEST_SIZE = 16
 # Drawing by halves of the image: an object spans between these shares of half the image.
-RADIUS = (0.55, 0.95)
+RADIUS = (0.6, 0.95)
 LEAST_VISIBLE = 12  # pixels; an object that shows fewer is no instance
 
 
@@ -97,7 +97,7 @@ def draw(seed: int, index: int, size: int = 64, objects: tuple[int, int] = (1, 1
     for _ in range(int(rng.integers(objects[0], objects[1], endpoint=True))):
         shape = int(rng.integers(len(CLASSES)))
         inside = _place(rng, x, y, shape, crowded=objects[1] > 1)
-        image[inside] = _texture(rng, x, y, ground, 0.5)[inside]
+        image[inside] = _texture(rng, x, y, ground, 0.3)[inside]
         shapes.append(shape)
         drawn[inside] = len(shapes)
     image += 6 * rng.standard_normal(image.shape, np.float32)
@@ -132,7 +132,7 @@ def _background(rng: np.random.Generator, x: Plane, y: Plane) -> Plane:
     """A texture of little contrast under a slow change of light, (h, w, 3)."""
     tilt = rng.uniform(-20, 20, 2)
     light = (tilt[0] * x + tilt[1] * y)[..., None]
-    return (_texture(rng, x, y, None, 0.2) + light).astype(np.float32)
+    return (_texture(rng, x, y, None, 0.12) + light).astype(np.float32)
 
 
 def _place(

@@ -18,6 +18,7 @@ from ..data.images import Source, folder, hold_out, list_file
 from ..data.labelled import Labelled, SceneImages, collate
 from ..data.mixing import Mix, Mixer
 from ..data.scenes import Scenes
+from ..data.shards import Shards
 from ..data.transforms import Augment, eval_transform, normalise, train_transform
 from ..pale_transformer import VARIANTS, AttentionMode, Position
 from ..settings import Settings
@@ -69,9 +70,10 @@ class Model(Settings):
 class Data(Settings):
     """Which pictures, and how large."""
 
-    kind: Literal["folder", "list", "scenes"] = "folder"
-    root: Path | None = None  # folder and list: where the pictures lie
-    train: str = "train"  # folder: root/train/<class>/<picture>; list: the list file, under root
+    kind: Literal["folder", "list", "shards", "scenes"] = "folder"
+    root: Path | None = None  # but for scenes: where the pictures lie
+    # folder: root/train/<class>/<picture>; list: the list file, under root; shards: root/train-*.tar
+    train: str = "train"
     val: str = "val"
     hold_out: float = Field(default=0.0, ge=0, lt=1)  # validate on this share of the training set
     size: int = Field(default=224, ge=16)
@@ -105,6 +107,8 @@ class Data(Settings):
             )
         if self.kind == "folder":
             return folder(self.root / name, classes)
+        if self.kind == "shards":
+            return Shards(self.root, name, classes)
         return list_file(self.root / name, self.root, classes)
 
 

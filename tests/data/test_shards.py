@@ -1,0 +1,149 @@
+import gc
+import pickle
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from pale.cli import main
+from pale.data.images import UnreadableImageError, folder
+from pale.data.labelled import Labelled, batches, collate
+from pale.data.shards import Shards, index_of, pack
+from pale.data.stream import Stream, StreamSampler
+from pale.data.transforms import eval_transform
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    seed = 0
+    for split, n in (("train", 7), ("val", 2)):
+        for label in ("cat", "dog", "fox"):
+            where = tmp_path / "tree" / split / label
+            where.mkdir(parents=True)
+            for i in range(n):
+                seed += 1
+                pixels = np.random.default_rng(seed).integers(0, 256, (24, 20, 3), np.uint8)
+                Image.fromarray(pixels).save(where / f"{i}.png")
+    return tmp_path / "tree"
+
+
+@pytest.fixture
+def packed(tree, tmp_path) -> Path:
+    words = ["data", "pack", str(tree), str(tmp_path / "shards"), "--shard-mb", "0.01"]
+    assert main(words) == 0
+    return tmp_path / "shards"
+
+
+def contents(source) -> Counter:
+    return Counter(
+        (source.classes[source.labels[i]], source.image(i).tobytes()) for i in range(len(source))
+    )
+
+
+def test_shards_hold_exactly_what_the_folders_hold(tree, packed, capsys):
+    assert len(list(packed.glob("train-*.tar"))) > 2
+    for split in ("train", "val"):
+        assert contents(Shards(packed, split)) == contents(folder(tree / split))
+
+
+def test_the_same_folder_gives_the_same_bytes(tree, packed, tmp_path):
+    again = pack(folder(tree / "train"), tmp_path / "again", "train", int(0.01 * 2**20))
+    for path in again:
+        assert path.read_bytes() == (packed / path.name).read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_webdataset_reads_our_shards(packed):
+    webdataset = pytest.importorskip("webdataset")
+    urls = [str(path) for path in sorted(packed.glob("train-*.tar"))]
+    data = webdataset.WebDataset(urls, shardshuffle=False).decode("rgb8").to_tuple("png", "cls")
+    ours = Shards(packed, "train")
+    rows = list(data)
+    assert len(rows) == len(ours) == 21
+    for i, (pixels, label) in enumerate(rows):
+        assert np.array_equal(pixels, ours.image(i))
+        assert label == ours.labels[i]
+    del data
+    gc.collect()  # webdataset leaves its files to the collector, with a warning
+
+
+def test_shards_of_others_need_no_index(packed):
+    indexed = contents(Shards(packed, "train"))
+    (packed / "train.npz").unlink()
+    found = Shards(packed, "train")
+    assert found.classes == ["0", "1", "2"]
+    assert sorted(indexed.values()) == sorted(contents(found).values())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_each_picture_is_seen_once_an_epoch_also_when_counts_do_not_divide(packed, world):
+    data = Labelled(Shards(packed, "train"), eval_transform(16, 1.0), seed=0)
+    stream = Stream(len(data), 6, epochs=2, seed=0)
+    seen: Counter = Counter()
+    for rank in range(world):
+        sampler = StreamSampler(stream, 0, rank, world)
+        loader = DataLoader(data, batch_sampler=sampler, num_workers=2, collate_fn=collate)
+        for batch in batches(loader):
+            seen.update((epoch, index) for epoch, index in batch["keys"].tolist())
+    assert len(data) % 6
+    for epoch in (0, 1):
+        assert [seen[epoch, i] for i in range(len(data))] == [1] * len(data)
+
+
+def test_shards_travel_to_other_processes(packed):
+    data = Shards(packed, "train")
+    first = data.image(0)
+    assert pickle.loads(pickle.dumps(data)).image(0) == first
+
+
+def test_training_reads_shards(packed, tmp_path):
+    from pale.train.distributed import World
+    from pale.train.loop import train
+
+    from ..train.tiny import tiny
+
+    recipe = tiny(data__kind="shards", data__root=str(packed), batch=6, epochs=1, mix={})
+    outcome = train(recipe, tmp_path / "run", World(torch.device("cpu")), quiet=True)
+    assert outcome.steps == 4
+    assert outcome.figures["images"] == 6
+
+
+def test_bad_shards_are_named(packed, tree):
+    path = sorted(packed.glob("train-*.tar"))[0]
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"train\.npz does not fit the shards beside it"):
+        Shards(packed, "train")
+    path.write_bytes(content)
+    path.rename(packed / "away")
+    with pytest.raises(ValueError, match="some are missing"):
+        Shards(packed, "train")
+    with pytest.raises(ValueError, match=r"no shards .*test-\*\.tar; pale data pack makes them"):
+        Shards(packed, "test")
+    with pytest.raises(ValueError, match="are not those of training"):
+        Shards(packed, "val", classes=["a", "b", "c"])
+    with pytest.raises(ValueError, match="holds shards of val already"):
+        pack(folder(tree / "val"), packed, "val", 10**6)
+
+
+def test_a_picture_without_class_and_a_broken_picture_are_named(tmp_path):
+    path = tmp_path / "train-000000.tar"
+    (tmp_path / "a.jpg").write_text("x")
+    with tarfile.open(path, "w") as tar:
+        tar.add(tmp_path / "a.jpg", "a.jpg")
+    with pytest.raises(ValueError, match=r"a needs both a picture and a \.cls file"):
+        index_of([path])
+    (tmp_path / "a.cls").write_text("0")
+    with tarfile.open(path, "w") as tar:
+        tar.add(tmp_path / "a.jpg", "a.jpg")
+        tar.add(tmp_path / "a.cls", "a.cls")
+    with pytest.raises(UnreadableImageError, match=r"train-000000\.tar:a: cannot be read"):
+        Shards(tmp_path, "train").image(0)
+    path.write_text("no tar at all")
+    with pytest.raises(ValueError, match="cannot be read as a shard"):
+        index_of([path])
