@@ -77,7 +77,7 @@ def test_own_images_from_folders_to_evaluation_and_to_other_classes(capsys, tmp_
     code, out, err = run(capsys, "train", "quickstart", *words)
     assert (code, err) == (0, "")
     assert "12 images, 3 classes" in out
-    assert "learning rate 0.00125 = 0.02 x 4 / 64" in " ".join(out.split())
+    assert "learning rate 0.00125 = 0.01 x 4 / 32" in " ".join(out.split())
     assert (tmp_path / "runs" / "quickstart" / "weights.safetensors").is_file()
     weights = "runs/quickstart/weights.safetensors"
     code, _, err = run(capsys, "train", "quickstart", *SMALL, "--model.weights", weights)

@@ -74,9 +74,13 @@ def test_peers_of_timms_are_built_by_name():
         ({"model.attention": "cros"}, r"model\.attention must be 'parallel'.*got 'cros'"),
         ({"epochs": 0}, "epochs must be greater than or equal to 1, got 0"),
         ({"epochs": 10}, "warmup_epochs must be fewer than epochs, got 20 and 10"),
+        (
+            {"model.name": "resnet50", "model.attention": "axial"},
+            r"model: attention belongs to pale_nano.* not to resnet50",
+        ),
         ({"data.size": 4}, r"data\.size must be greater than or equal to 16, got 4"),
     ],
-    ids=["key", "word", "range", "warm-up", "size"],
+    ids=["key", "word", "range", "warm-up", "peer", "size"],
 )
 def test_wrong_values_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):

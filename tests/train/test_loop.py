@@ -1,3 +1,4 @@
+import functools
 import os
 import signal
 
@@ -231,3 +232,43 @@ def test_more_steps_done_than_asked_for_is_an_error(tmp_path):
 def test_a_batch_that_cannot_be_shared_out_is_refused_at_once(tmp_path):
     with pytest.raises(ValueError, match="batch of 9 cannot be cut into 2 equal parts"):
         train(tiny(batch=9, accumulate=2), tmp_path, ALONE, quiet=True)
+
+
+def test_checkpointed_blocks_drop_the_same_paths(tmp_path):
+    train(tiny(), tmp_path / "plain", ALONE, quiet=True)
+    train(tiny(model__checkpointing=True), tmp_path / "again", ALONE, quiet=True)
+    assert_same(weights(tmp_path / "plain"), weights(tmp_path / "again"), atol=1e-6)
+
+
+def test_tensorboard_gets_every_figure_on_request(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tiny(tensorboard=True), tmp_path, ALONE, quiet=True)
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = [(scalar.step, scalar.value) for scalar in board.Scalars("step/loss")]
+    assert losses == [(e["step"], pytest.approx(e["loss"])) for e in events(tmp_path, "step")]
+    assert [scalar.step for scalar in board.Scalars("eval/top1")] == [3, 6, 9]
+
+
+def test_a_compiled_model_makes_the_same_run(tmp_path, monkeypatch):
+    # Traced in full, but not handed to a C++ compiler: masks of drop path must be inputs, not constants.
+    compile_ = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compile_)
+    train(tiny(epochs=2), tmp_path / "eager", ALONE, quiet=True)
+    train(tiny(epochs=2, compile=True), tmp_path / "compiled", ALONE, quiet=True)
+    curves = [[e["loss"] for e in events(tmp_path / n, "step")] for n in ("eager", "compiled")]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
+
+
+def test_a_timm_model_trains_with_its_own_drop_path(tmp_path):
+    options = {"depths": [1, 1], "embed_dim": 16, "num_heads": [2, 2], "window_size": 4}
+    recipe = tiny(
+        model__name="swin_tiny_patch4_window7_224",
+        model__options={**options, "img_size": 32},
+        epochs=1,
+        accumulate=2,
+    )
+    trainer = Trainer(recipe, tmp_path, ALONE)
+    assert len(trainer.drop_paths.masks) == 2
+    assert train(recipe, tmp_path, ALONE, quiet=True).step == 3

@@ -15,7 +15,7 @@ CHANGES = {
     "epochs": 3,
     "ema": 0.9,
     "log_every": 1,
-    "optim.lr": 0.02,
+    "optim.lr": 0.01,
 }
 
 

@@ -58,6 +58,7 @@ class Recipe(Settings):
         precision: auto is bf16 on CUDA and fp32 elsewhere.
         ema: decay of the moving average of the weights, which is then what is evaluated and saved.
         on_nonfinite: stop at a loss or gradient that is no number, or skip the step.
+        tensorboard: also write the log's figures for TensorBoard, into the run's folder.
         eval_every: epochs between evaluations; the last is always one.
         required: settings that must be given, by dotted name.
     """
@@ -75,6 +76,7 @@ class Recipe(Settings):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     eval_every: int = Field(default=1, ge=1)
     log_every: int = Field(default=10, ge=1)
+    tensorboard: bool = False
     optim: Optim = Optim()
     saving: Saving = Saving()
     reported: Reported | None = None

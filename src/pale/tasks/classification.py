@@ -10,7 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from .. import weights as weight_files
@@ -42,6 +42,20 @@ class Model(Settings):
         default_factory=dict
     )  # further arguments of the model, by timm's names
 
+    @model_validator(mode="after")
+    def _pale_alone(self) -> Model:
+        given = [
+            name
+            for name in ("attention", "position", "pale_size", "stem_stride")
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if given and not self.name.startswith("pale_"):
+            raise ValueError(
+                f"{', '.join(given)} belongs to {', '.join(VARIANTS)} alone, not to {self.name}; "
+                "arguments of other models go into model.options"
+            )
+        return self
+
     def build(self, classes: int, size: int) -> nn.Module:
         """The model, with its weights loaded where some are named."""
         if self.name not in timm.list_models():
@@ -50,7 +64,9 @@ class Model(Settings):
                 f"model.name must be one of {', '.join(VARIANTS)} or a model of timm's, got {self.name!r}"
                 + (f"; did you mean {', '.join(near)}?" if near else "")
             )
-        arguments: dict[str, Any] = {"num_classes": classes, "drop_path_rate": self.drop_path}
+        arguments: dict[str, Any] = {"num_classes": classes}
+        if self.drop_path:
+            arguments["drop_path_rate"] = self.drop_path
         if self.name in VARIANTS:
             arguments |= {
                 "attention": self.attention,

@@ -25,7 +25,8 @@ BARS = " ▁▂▃▄▅▆▇█"
 class Log:
     """A file of JSON lines; one that goes on forgets what came after the step it goes on from."""
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int, tensorboard: bool = False) -> None:
+        self.board = _board(path.parent / "tensorboard", step) if tensorboard else None
         kept = [entry for entry in read(path) if entry.get("step", 0) <= step] if step else []
         temporary = path.with_name(f".{path.name}")
         temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
@@ -36,10 +37,28 @@ class Log:
         """Add an event."""
         self.file.write(json.dumps({"event": event, **values}) + "\n")
         self.file.flush()
+        if self.board is not None and event in ("step", "eval"):
+            for name, value in values.items():
+                if name != "step" and value is not None:
+                    self.board.add_scalar(f"{event}/{name}", value, values["step"])
+            self.board.flush()
 
     def close(self) -> None:
         """No more events."""
         self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def _board(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "tensorboard=true needs the package tensorboard: pip install 'pale-transformer[track]'"
+        ) from None
+    # What a killed run wrote beyond its last checkpoint is hidden.
+    return SummaryWriter(str(folder), purge_step=step + 1)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

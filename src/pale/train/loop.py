@@ -281,7 +281,8 @@ class Trainer:
         )
         title = f"{recipe.name} in {self.run}"
         display = Display(title, steps, self.step, quiet or not world.main)
-        self.events = Log(self.run / "log.jsonl", self.step) if world.main else None
+        if world.main:
+            self.events = Log(self.run / "log.jsonl", self.step, recipe.tensorboard)
         try:
             with Stopper() as stopper, display:
                 self.log("start", step=self.step, steps=steps, **environment(world))
