@@ -83,7 +83,7 @@ def test_training_transform_equals_timms_own():
 def test_erasing_equals_timms_but_for_the_bounds_of_a_pixel():
     image = torch.randint(0, 256, (3, 40, 30), dtype=torch.uint8)
     with seeded(3):
-        ours = normalise(Erase(1.0)(image)[None])[0]
+        ours = normalise(Erase(1.0)(image.clone())[None])[0]
     with seeded(3):
         theirs = RandomErasing(1.0, mode="pixel", device="cpu")(normalise(image[None])[0])
     black, white = normalise(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))

@@ -74,6 +74,7 @@ def check(run: Path, alone: Path) -> None:
         assert torch.allclose(ours[name], tensor, atol=2e-3), name
 
 
+@pytest.mark.slow
 def test_two_processes_with_half_the_batch_are_one_process(tmp_path, alone):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text(tiny(data__val_samples=13)))
@@ -91,6 +92,7 @@ def test_two_processes_with_half_the_batch_are_one_process(tmp_path, alone):
     )
 
 
+@pytest.mark.slow
 def test_torchrun_recovers_from_a_killed_worker(tmp_path, alone):
     recipe, script = tmp_path / "recipe.yaml", tmp_path / "die_once.py"
     recipe.write_text(text(tiny(data__val_samples=13, saving__every_steps=2)))

@@ -75,6 +75,7 @@ def kill(tmp_path: Path, seed: int, kills: int, fsyncs: list[int]) -> list[dict]
     return told
 
 
+@pytest.mark.slow
 def test_a_run_killed_inside_the_writing_of_a_checkpoint_goes_on_bit_equal(tmp_path):
     told = kill(tmp_path, 0, 0, FSYNCS)
     assert all(kill["died"] for kill in told)

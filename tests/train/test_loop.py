@@ -251,6 +251,7 @@ def test_tensorboard_gets_every_figure_on_request(tmp_path):
     assert [scalar.step for scalar in board.Scalars("eval/top1")] == [3, 6, 9]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_makes_the_same_run(tmp_path, monkeypatch):
     # Traced in full, but not handed to a C++ compiler: masks of drop path must be inputs, not constants.
     compile_ = functools.partial(torch.compile, backend="aot_eager")

@@ -38,7 +38,10 @@ def decode(file: IO[bytes], name: str) -> Image.Image:
             if w * h > MOST_PIXELS:
                 raise UnreadableImageError(_too_large(name, f"{w}x{h}"))
             image.load()
-            return to_rgb(ImageOps.exif_transpose(image))
+            ImageOps.exif_transpose(
+                image, in_place=True
+            )  # in place: no copy where nothing is turned
+            return to_rgb(image)
     except UnreadableImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -55,7 +58,9 @@ def _too_large(name: str, size: str) -> str:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode of Pillow as RGB."""
+    """Any mode of Pillow as RGB; one that is RGB already stays what it is."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
     if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion cuts off at 255
         return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)).convert(
             "RGB"

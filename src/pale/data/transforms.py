@@ -55,13 +55,20 @@ class Erase:
         self.std = 255 * torch.tensor(IMAGENET_DEFAULT_STD).view(3, 1, 1)
 
     def __call__(self, image: Tensor) -> Tensor:
-        """(3, h, w), uint8, to the same."""
-        noise = self.timm(torch.full(image.shape, torch.nan))
-        erased = ~noise[:1].isnan()
-        if not erased.any():
-            return image
-        pixels = (noise * self.std + self.mean).clamp(0, 255).round().nan_to_num(0)
-        return torch.where(erased, pixels.to(torch.uint8), image)
+        """(3, h, w), uint8, to the same, changed in place."""
+        boxes = Boxes()
+        self.timm._erase(boxes, *image.shape, torch.float32)
+        for where, noise in boxes:
+            pixels = (noise * self.std + self.mean).clamp_(0, 255).round_()
+            image[where] = pixels.to(torch.uint8)
+        return image
+
+
+class Boxes(list[tuple[Any, Tensor]]):
+    """Takes the place of an image: remembers what is assigned where."""
+
+    def __setitem__(self, where: Any, pixels: Any) -> None:
+        self.append((where, pixels))
 
 
 class Chain:
