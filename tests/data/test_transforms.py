@@ -1,4 +1,6 @@
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from timm.data.random_erasing import RandomErasing
 from torch.utils.data import DataLoader
 
 from pale.data.draws import seeded
-from pale.data.labelled import Labelled, SceneImages, batches, collate
+from pale.data.labelled import Labelled, SceneImages, batches, collate, make_loader
 from pale.data.mixing import Mix, Mixer
 from pale.data.scenes import Scenes
 from pale.data.stream import Stream, StreamSampler, shard_positions
@@ -155,3 +157,17 @@ def test_no_draw_of_any_policy_fails(auto):
     for index in range(300):
         with seeded(0, index):
             assert transform(PHOTO).shape == (3, 16, 16)
+
+
+class Dies(Labelled):
+    def __getitem__(self, key):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_worker_is_said_in_a_line():
+    data = Dies(SceneImages(Scenes(4, 16)), eval_transform(16, 1.0), 0)
+    loader = make_loader(data, StreamSampler(Stream(4, 2, 1, 0)), collate, 1, False)
+    with pytest.raises(
+        ValueError, match=r"process that reads pictures has died .* lower data\.workers"
+    ):
+        list(batches(loader))

@@ -1,12 +1,16 @@
 import functools
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from pale.recipes.schema import text
 from pale.train import loop
 from pale.train.distributed import World
 from pale.train.log import read
@@ -164,8 +168,8 @@ def test_a_loss_that_is_no_number_stops_before_it_does_harm(tmp_path, monkeypatc
     with pytest.raises(NonFiniteError) as error:
         train(tiny(), tmp_path / "bad", ALONE, quiet=True)
     message = str(error.value)
-    for text in ("step 4: loss nan", "at learning rate 0.0", "scene ", "--on_nonfinite skip"):
-        assert text in message
+    for words in ("step 4: loss nan", "at learning rate 0.0", "scene ", "--on_nonfinite skip"):
+        assert words in message
     monkeypatch.undo()
     # The state before it was kept: going on without the poison is the run without it.
     train(tiny(), tmp_path / "good", ALONE, quiet=True)
@@ -273,3 +277,49 @@ def test_a_timm_model_trains_with_its_own_drop_path(tmp_path):
     trainer = Trainer(recipe, tmp_path, ALONE)
     assert len(trainer.drop_paths.masks) == 2
     assert train(recipe, tmp_path, ALONE, quiet=True).step == 3
+
+
+def test_a_picture_of_the_last_evaluation_can_be_repaired(tmp_path, monkeypatch):
+    train(tiny(), tmp_path / "good", ALONE, quiet=True)
+    run, plain = tmp_path / "run", loop.Evaluation.run
+
+    def fails_at_the_end(self, model, dtype):
+        if (run / "weights.safetensors").exists() and len(events(run, "eval")) == 2:
+            raise ValueError("val/a.png: cannot be read")
+        return plain(self, model, dtype)
+
+    monkeypatch.setattr(loop.Evaluation, "run", fails_at_the_end)
+    with pytest.raises(ValueError, match=r"a\.png: cannot be read; step 9 is saved"):
+        train(tiny(), run, ALONE, quiet=True)
+    monkeypatch.undo()
+    train(tiny(), run, ALONE, resume=True, quiet=True)
+    assert_same(weights(run), weights(tmp_path / "good"))
+    assert [e["step"] for e in events(run, "eval")] == [3, 6, 9]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_to_the_whole_group_reaches_the_workers_too_and_loses_nothing(tmp_path, which):
+    # Ctrl-C on a terminal, timeout and cluster managers all signal every process of the group.
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text(tiny(epochs=100_000, eval_every=100_000, data__workers=2)))
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pale", "train", "--config", recipe, "--output", run],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    while process.poll() is None and not (run.exists() and len(events(run, "step")) > 3):
+        time.sleep(0.05)
+    os.killpg(process.pid, which)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + which, err
+    said = " ".join(out.split())
+    assert f"stopped by {which.name} after step " in said
+    assert "all is saved" in said
+    done = int(said.partition("after step ")[2].split()[0])
+    assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step_{done:08d}"]
+    assert err == ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .draws import seeded
 from .scenes import Scenes
@@ -74,6 +76,30 @@ def collate(samples: list[Sample]) -> dict[str, Any]:
     }
 
 
+def make_loader(
+    data: Dataset[Any],
+    sampler: Sampler[list[Key]],
+    collate_fn: Callable[[list[Any]], Any],
+    workers: int,
+    pin: bool,
+) -> DataLoader[Any]:
+    """A loader over batches of keys; no more workers than there are cores, as what they give is the same."""
+    return DataLoader(
+        data,
+        batch_sampler=sampler,
+        collate_fn=collate_fn,
+        num_workers=min(workers, len(os.sched_getaffinity(0))),
+        pin_memory=pin,
+        worker_init_fn=leave_signals_to_the_main_process,
+    )
+
+
+def leave_signals_to_the_main_process(worker: int) -> None:
+    """For workers: Ctrl-C, and SIGTERM of a cluster, reach the whole group, but the batch must still be finished."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def batches(loader: DataLoader[Any]) -> Iterator[Any]:
     """The loader's batches; an error of a worker is its own last line, not a trace."""
     try:
@@ -81,3 +107,10 @@ def batches(loader: DataLoader[Any]) -> Iterator[Any]:
     except ValueError as error:
         last = str(error).strip().splitlines()[-1]
         raise ValueError(last.rpartition("UnreadableImageError: ")[2]) from None
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0].rstrip(". ")
+        raise ValueError(
+            f"a process that reads pictures has died ({reason}); if memory was short, lower data.workers"
+        ) from None

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
-from ..data.labelled import batches
+from ..data.labelled import batches, make_loader
 from ..tasks import Metric, Task
 from .distributed import World
 
@@ -35,13 +35,9 @@ class Evaluation:
     def __init__(self, task: Task, world: World, batch: int, workers: int) -> None:
         self.task, self.world = task, world
         data = task.val_data()
-        self.loader = DataLoader(
-            data,
-            batch_sampler=Share(len(data), batch, world),  # type: ignore[arg-type]
-            collate_fn=task.collate,
-            num_workers=workers,
-            pin_memory=world.device.type == "cuda",
-        )
+        share = Share(len(data), batch, world)  # type: ignore[arg-type]
+        pin = world.device.type == "cuda"
+        self.loader = make_loader(data, share, task.collate, workers, pin)
 
     @torch.no_grad()
     def run(self, model: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str, float], Metric]:

@@ -23,11 +23,10 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from .. import weights as weight_files
 from ..data.draws import number
-from ..data.labelled import batches
+from ..data.labelled import batches, make_loader
 from ..data.stream import Stream, StreamSampler
 from ..recipes.schema import Recipe, text
 from . import checkpoint, report
@@ -92,11 +91,6 @@ class Stopper:
             signal.signal(which, handler)
 
 
-def leave_ctrl_c_to_the_main_process(worker: int) -> None:
-    """For workers of a loader: a Ctrl-C on the terminal reaches them too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 class Trainer:
     """A run: everything that a checkpoint holds, and how to make a step.
 
@@ -123,7 +117,7 @@ class Trainer:
         self.ema = ModelEmaV3(self.model, decay=recipe.ema) if recipe.ema else None
         self.dtype = _dtype(recipe.precision, world.device)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
-        self.step, self.best, self.skipped = 0, -math.inf, 0
+        self.step, self.evaluated, self.best, self.skipped = 0, 0, -math.inf, 0
         self.figures: dict[str, float] = {}
         self.events: Log | None = None
         self.evaluation = Evaluation(self.task, world, max(piece, 1), recipe.workers)
@@ -157,7 +151,8 @@ class Trainer:
             self.ema.module.load_state_dict(models.get("ema", models["model"]))
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        self.step, self.best, self.figures = state["step"], state["best"], state["figures"]
+        self.step, self.evaluated = state["step"], state["evaluated"]
+        self.best, self.figures = state["best"], state["figures"]
         if self.step > self.stream.steps:
             raise ValueError(
                 f"{path} has done {self.step} steps, the recipe asks for {self.stream.steps}; "
@@ -173,6 +168,7 @@ class Trainer:
             models["ema"] = self.ema.module.state_dict()
         state = {
             "step": self.step,
+            "evaluated": self.evaluated,
             "best": self.best,
             "figures": self.figures,
             "optimizer": self.optimizer.state_dict(),
@@ -189,9 +185,10 @@ class Trainer:
             "figures": self.figures,
         }
 
-    def evaluate(self) -> None:
-        """Evaluate, and write the weights for use: the newest, and the best so far."""
+    def evaluate(self, display: Display) -> None:
+        """Evaluate, tell, and write the weights for use: the newest, and the best so far."""
         self.figures, metric = self.evaluation.run(self.evaluated_model, self.dtype)
+        self.evaluated = self.step
         names = ["weights.safetensors"]
         if (score := self.figures[self.task.best]) > self.best:
             self.best = score
@@ -204,6 +201,10 @@ class Trainer:
                 checkpoint.write_file(
                     self.run / name, lambda path: weight_files.save(path, tensors, about)
                 )
+        epoch = self.step * self.recipe.batch / self.stream.samples
+        self.log("eval", step=self.step, epoch=self.stream.epoch(self.step), **self.figures)
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
+        display.evaluated(f"after epoch {epoch:.2f}: {figures}")
 
     def make_step(self, iterator: Iterator[Any]) -> dict[str, float]:
         """One step of the optimizer: gradients of all pieces, clipping, update, average."""
@@ -271,14 +272,8 @@ class Trainer:
         """Train to the end, or until a signal."""
         recipe, world, steps = self.recipe, self.world, self.stream.steps
         self.sampler.start = self.step
-        loader = DataLoader(
-            self.data,
-            batch_sampler=self.sampler,
-            collate_fn=self.task.collate,
-            num_workers=recipe.workers,
-            pin_memory=world.device.type == "cuda",
-            worker_init_fn=leave_ctrl_c_to_the_main_process,
-        )
+        pin = world.device.type == "cuda"
+        loader = make_loader(self.data, self.sampler, self.task.collate, recipe.workers, pin)
         title = f"{recipe.name} in {self.run}"
         display = Display(title, steps, self.step, quiet or not world.main)
         if world.main:
@@ -327,8 +322,9 @@ class Trainer:
         recipe, steps = self.recipe, self.stream.steps
         saved = logged = time.monotonic()
         logged_step, waited = self.step, 0.0
-        if self.step == steps and not self.figures:
-            self.evaluate()
+        if self.step == steps and self.evaluated < steps:  # stopped between the two
+            self.evaluate(display)
+            self.save()
         while self.step < steps:
             done = self.make_step(iterator)
             waited += done["waited"]
@@ -342,12 +338,7 @@ class Trainer:
             if self.step == steps or (
                 self.stream.ends_epoch(self.step) and epoch % recipe.eval_every == 0
             ):
-                self.evaluate()
-                self.log("eval", step=self.step, epoch=epoch, **self.figures)
-                figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
-                display.evaluated(
-                    f"after epoch {self.step * recipe.batch / self.stream.samples:.2f}: {figures}"
-                )
+                self.evaluate(display)
                 logged = time.monotonic()
             asked = self.world.any(stopper.asked is not None)[0]
             due = recipe.saving.every_steps and self.step % recipe.saving.every_steps == 0
