@@ -88,10 +88,17 @@ def make_loader(
         data,
         batch_sampler=sampler,
         collate_fn=collate_fn,
-        num_workers=min(workers, len(os.sched_getaffinity(0))),
+        num_workers=min(workers, cores()),
         pin_memory=pin,
         worker_init_fn=leave_signals_to_the_main_process,
     )
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def leave_signals_to_the_main_process(worker: int) -> None:
