@@ -24,14 +24,15 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, get_device_dtype
+from timm.layers import ClassifierHead, DropPath, calculate_drop_path_rates, get_device_dtype
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models._features_fx import register_notrace_function
 from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
-from .layers import DepthwiseConv, LayerNorm2d, SeparableConv, separable_convs
+from .layers import DepthwiseConv, LayerNorm2d, Linear, Mlp, SeparableConv, separable_convs
+from .ops.linear import linear
 from .ops.pale_attention import Backend, pale_attention
 from .ops.pale_attention.region import Region, check_word
 from .ops.sizes import exporting, opaque_sizes
@@ -40,6 +41,7 @@ AttentionMode = Literal["parallel", "sequential", "vanilla", "axial", "cross"]
 Position = Literal["cpe", "ape", "none"]
 
 register_notrace_function(pale_attention)
+register_notrace_function(linear)
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class PSAttention(nn.Module):
         self.phi_q = SeparableConv(c, **dd)
         self.phi_k = SeparableConv(c, **dd)
         self.phi_v = SeparableConv(c, **dd)
-        self.proj = nn.Linear(c, c, **dd)
+        self.proj = Linear(c, c, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, c) -> (b, h, w, c)."""
