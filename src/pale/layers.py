@@ -36,8 +36,8 @@ class Mlp(nn.Module):
 
 
 def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether nothing but `kind` runs when `module` is called: not replaced, not wrapped, no hooks."""
-    return type(module) is kind and not (
+    """Whether nothing but the forward pass of `kind` runs when `module` is called: not replaced, no hooks."""
+    return type(module).forward is kind.forward and not (
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
