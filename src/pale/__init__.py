@@ -1,7 +1,8 @@
 """Pale Transformer (AAAI 2022): a vision backbone whose attention works on interlaced rows and columns."""
 
 from . import ops
+from .optimize import optimize
 from .pale_transformer import PaleConfig, PaleTransformer, create_model
 
 __version__ = "0.1.0"
-__all__ = ["PaleConfig", "PaleTransformer", "create_model", "ops"]
+__all__ = ["PaleConfig", "PaleTransformer", "create_model", "ops", "optimize"]

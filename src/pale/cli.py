@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import asdict, replace
 from difflib import get_close_matches
@@ -35,17 +36,20 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `pale` command; returns the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    typed = shlex.join(["pale", *words])
+    # One command in two words: argparse cannot tell a list of models from a sub-command.
+    words = ["bench op", *words[2:]] if words[:2] == ["bench", "op"] else words
     parser = _parser()
-    argv = sys.argv[1:] if argv is None else argv
     overrides: dict[str, Any] = {}
     try:
-        if argv and argv[0] in cli_train.OVERRIDDEN and not {"-h", "--help"} & set(argv):
-            known = commands_of(parser)[argv[0]]._option_string_actions
-            argv, overrides = cli_train.take_overrides(argv, known)
-        args, unknown = parser.parse_known_args(argv)
+        if words and words[0] in cli_train.OVERRIDDEN and not {"-h", "--help"} & set(words):
+            known = commands_of(parser)[words[0]]._option_string_actions
+            words, overrides = cli_train.take_overrides(words, known)
+        args, unknown = parser.parse_known_args(words)
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        args.overrides = overrides
+        args.typed, args.overrides = typed, overrides
         return args.run(args) or 0
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         sys.stderr.write(f"pale: {error}\n")
@@ -112,7 +116,73 @@ def _parser() -> Parser:
     pales.add_argument(
         "-o", "--output", type=Path, required=True, help="picture to write, for example pales.png"
     )
+    _bench_parsers(commands)
     return parser
+
+
+def _bench_parsers(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure speed and memory beside models from timm")
+    bench.set_defaults(run=_bench, parser=bench)
+    bench.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="ours first (default pale_tiny swin_tiny_patch4_window7_224)",
+    )
+    bench.add_argument(
+        "--task",
+        nargs="+",
+        default=["inference"],
+        choices=["inference", "training", "latency"],
+        help="latency: batch 1, as a CUDA graph on a GPU (default inference)",
+    )
+    bench.add_argument(
+        "--mode", nargs="+", default=["eager"], choices=["eager", "compiled", "graphs"]
+    )
+    bench.add_argument(
+        "--batch", type=int, nargs="+", default=[], help="default 256 on CUDA, 8 on a CPU"
+    )
+    bench.add_argument("--autocast", action="store_true", help="inference with fp32 weights")
+    bench.add_argument("--features", action="store_true", help="without the classifier")
+    bench.add_argument("--optimized", action="store_true", help="ours through pale.optimize")
+
+    op = commands.add_parser(
+        "bench op",
+        help="measure the attention and each fused piece of a block beside plain PyTorch",
+    )
+    op.set_defaults(run=_bench_op, parser=op)
+    op.add_argument(
+        "model", nargs="?", default="pale_tiny", help="whose stages (default pale_tiny)"
+    )
+    op.add_argument("--batch", type=int, help="default 256 on CUDA, 2 on a CPU")
+    op.add_argument("--stages", type=int, nargs="+", default=[], metavar="N", help="1 to 4")
+    op.add_argument("--pieces", nargs="+", default=[], metavar="PIECE", help="attention, mlp, ...")
+    op.add_argument(
+        "--kernels", nargs="+", default=[], metavar="K", help="plain: flash, efficient, cudnn"
+    )
+    for parser in (bench, op):
+        parser.add_argument(
+            "--size",
+            type=int,
+            nargs="+",
+            default=[224],
+            metavar="N",
+            help="side, or height and width",
+        )
+        parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+        parser.add_argument(
+            "--dtype",
+            default="auto",
+            choices=["auto", "fp32", "bf16", "fp16"],
+            help="default bf16 on CUDA, fp32 on a CPU",
+        )
+        parser.add_argument("--rounds", type=int, default=30, help="default 30")
+        parser.add_argument(
+            "--seconds", type=float, default=60.0, help="to measure a row at most (default 60)"
+        )
+        parser.add_argument("--threads", type=int, help="of PyTorch on the CPU")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there too")
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bars, in a .png")
 
 
 def _command(commands: Any, name: str, run: Any, help_: str) -> Parser:
@@ -312,6 +382,141 @@ def _view_pales(args: argparse.Namespace) -> None:
         at=tuple(args.at) if args.at else None,
     )
     _print(f"{args.output} written")
+
+
+def _bench_setting(args: argparse.Namespace, **more: bool) -> Any:
+    """The setting, after what can be wrong has been looked at: minutes of measuring should not end in a typo."""
+    import torch
+
+    from .bench import Setting, check_suffix
+
+    if len(args.size) > 2:
+        raise ValueError(f"--size needs a side, or height and width, got {len(args.size)} numbers")
+    if args.plot:
+        check_suffix(args.plot)
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
+    size = (args.size[0], args.size[-1])
+    return Setting(size, args.device, args.dtype, args.rounds, args.seconds, **more)
+
+
+def _bench_say(what: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"measuring: {what}\n")
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from .bench import MODELS, bench
+
+    setting = _bench_setting(
+        args, autocast=args.autocast, features=args.features, optimized=args.optimized
+    )
+    models = args.models or list(MODELS)
+    report = bench(
+        models, setting, tasks=args.task, modes=args.mode, batches=args.batch, say=_bench_say
+    )
+    table = Table(
+        "task",
+        "mode",
+        "batch",
+        "model",
+        "images/s",
+        "ms (quartiles)",
+        "ours / it",
+        "peak",
+        "of matrix",
+    )
+    for row in report["rows"]:
+        if row["model"] == models[0] and table.row_count:
+            table.add_section()
+        cells = [row["task"], row["mode"], str(row["batch"]), row["model"]]
+        if row["error"]:
+            table.add_row(*cells, "failed, see below")
+            continue
+        low, high = row["quartiles"]
+        table.add_row(
+            *cells,
+            f"{row['images_per_s']:.1f}",
+            f"{row['ms']:.2f} ({low:.2f} to {high:.2f})",
+            _or(row["ratio"], "{:.2f}"),
+            _or(row["peak_bytes"] and row["peak_bytes"] / 2**20, "{:.0f} MiB"),
+            _or(row["matrix_share"], "{:.1%}"),
+        )
+    _bench_end(args, report, table)
+    for row in report["rows"]:
+        if row["error"]:
+            sys.stderr.write(f"{row['model']}, {row['task']}, {row['mode']}: {row['error']}\n")
+    if any(row["error"] for row in report["rows"] if row["model"] == models[0]):
+        raise ValueError(f"{models[0]} failed; only other models may")
+
+
+def _bench_op(args: argparse.Namespace) -> None:
+    from .bench_op import bench_op
+
+    report = bench_op(
+        args.model,
+        _bench_setting(args),
+        batch=args.batch,
+        stages=args.stages,
+        pieces=args.pieces,
+        kernels=args.kernels,
+        say=_bench_say,
+    )
+    table = Table("piece", "pass", "stage", "map", "ms", "plain / fused", "MB at least", "of copy")
+    last = None
+    for row in report["rows"]:
+        group = f"{row['piece']}, {row['passes']}"
+        if last not in (None, group):
+            table.add_section()
+        last = group
+        times = [f"{name} {ms:.4f}" for name, ms in row["ms"].items()]
+        table.add_row(
+            row["piece"],
+            row["passes"],
+            str(row["stage"]),
+            "x".join(map(str, row["map"])),
+            ", ".join(times + [f"{name} failed" for name in row["errors"]]),
+            _or(row["ratio"], "{:.2f}"),
+            f"{row['bytes'] / 1e6:.1f}",
+            _or(row["copy_share"], "{:.1%}"),
+        )
+    _bench_end(args, report, table)
+    for name, mean in report["means"].items():
+        _print(f"{name}: {mean:.2f} times as fast as the best plain version (geometric mean)")
+    if report["note"]:
+        _print(report["note"])
+    for row in report["rows"]:
+        for name, error in row["errors"].items():
+            sys.stderr.write(f"{row['piece']}, stage {row['stage']}, {name}: {error}\n")
+
+
+def _bench_end(args: argparse.Namespace, report: dict[str, Any], table: Table) -> None:
+    """What both tables have above and below them, and the files."""
+    from .bench import save_plot
+
+    about, roof = report["about"], report["ceilings"]
+    about["command"] = args.typed
+    h, w = about["setting"]["size"]
+    packages = f"torch {about['packages']['torch']}, timm {about['packages']['timm']}"
+    _print(f"{about['hardware']}, {about['setting']['dtype']}, {h}x{w}, {packages}")
+    _print(table)
+    _print(
+        f"Ceilings, measured: matrix product {roof['matrix'] / 1e12:.3g} TFLOP/s, "
+        f"copy {roof['copy'] / 1e9:.3g} GB/s read and written."
+    )
+    if report["warning"]:
+        _print(f"Warning: {report['warning']}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.plot:
+        save_plot(report, args.plot)
+
+
+def _or(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def _print(what: Any) -> None:

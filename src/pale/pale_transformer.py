@@ -24,14 +24,16 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import ClassifierHead, DropPath, Mlp, calculate_drop_path_rates, get_device_dtype
+from timm.layers import ClassifierHead, DropPath, calculate_drop_path_rates, get_device_dtype
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
-from timm.models._features_fx import register_notrace_function
+from timm.models._features_fx import register_notrace_function, register_notrace_module
 from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
-from .layers import DepthwiseConv, LayerNorm2d, SeparableConv, separable_convs
+from . import fused
+from .layers import DepthwiseConv, LayerNorm2d, Linear, Mlp, SeparableConv, separable_convs
+from .ops.linear import linear
 from .ops.pale_attention import Backend, pale_attention
 from .ops.pale_attention.region import Region, check_word
 from .ops.sizes import exporting, opaque_sizes
@@ -40,6 +42,7 @@ AttentionMode = Literal["parallel", "sequential", "vanilla", "axial", "cross"]
 Position = Literal["cpe", "ape", "none"]
 
 register_notrace_function(pale_attention)
+register_notrace_function(linear)
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,15 @@ PALE_NANO = PaleConfig(channels=(32, 64, 128, 192), heads=(2, 2, 4, 6), depths=(
 VARIANTS = {"pale_nano": PALE_NANO, "pale_tiny": PALE_T, "pale_small": PALE_S, "pale_base": PALE_B}
 
 
+@register_notrace_module
 class PatchMerging(nn.Module):
     """Overlapping convolution that shrinks the map, 7x7 at the image and 3x3 after, then LayerNorm."""
 
-    def __init__(self, c_in: int, c: int, kernel: int, stride: int, **dd: Any) -> None:
+    def __init__(
+        self, c_in: int, c: int, kernel: int, stride: int, backend: Backend, **dd: Any
+    ) -> None:
         super().__init__()
+        self.backend = backend
         self.conv = nn.Conv2d(c_in, c, kernel, stride=stride, padding=kernel // 2, **dd)
         self.norm = nn.LayerNorm(c, **dd)
 
@@ -150,8 +157,12 @@ class PatchMerging(nn.Module):
         """(b, c_in, h, w) -> (b, h / stride, w / stride, c), rounded up."""
         if not exporting():  # which memory format a map has depends on its size
             x = x.contiguous(memory_format=torch.channels_last)
-        x = self.conv(x)
-        return self.norm(x.permute(0, 2, 3, 1))
+        x = self.conv(x).permute(0, 2, 3, 1)
+        return (
+            fused.norm(x, self.norm)
+            if fused.takes_norm(self.norm, self.backend, x)
+            else self.norm(x)
+        )
 
 
 class CPE(DepthwiseConv):
@@ -204,12 +215,15 @@ class PSAttention(nn.Module):
         self.phi_q = SeparableConv(c, **dd)
         self.phi_k = SeparableConv(c, **dd)
         self.phi_v = SeparableConv(c, **dd)
-        self.proj = nn.Linear(c, c, **dd)
+        self.proj = Linear(c, c, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, c) -> (b, h, w, c)."""
-        qkv = separable_convs(x, self.phi_q, self.phi_k, self.phi_v)
-        q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in qkv)
+        return self.proj(self.attend(*separable_convs(x, self.phi_q, self.phi_k, self.phi_v)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention alone; all tensors are (b, h, w, c)."""
+        q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in (q, k, v))
         region = self.region
         y = pale_attention(
             q,
@@ -220,13 +234,14 @@ class PSAttention(nn.Module):
             grouping=region.grouping,
             backend=self.backend,
         )
-        return self.proj(y.flatten(-2))
+        return y.flatten(-2)
 
     def extra_repr(self) -> str:
         """What the sub-modules do not show."""
         return f"heads={self.heads}, {self.region}, backend={self.backend!r}"
 
 
+@register_notrace_module
 class PaleBlock(nn.Module):
     """A Pale Transformer block (Eq. 8 to 10)."""
 
@@ -248,6 +263,8 @@ class PaleBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, c) -> (b, h, w, c)."""
+        if fused.takes(self, x):
+            return fused.forward(self, x)
         if self.cpe is not None:
             x = x + self.cpe(x)
         x = x + self.drop_path1(self.attn(self.norm1(x)))
@@ -264,9 +281,10 @@ class PaleStage(nn.Module):
         super().__init__()
         c = config.channels[stage]
         if stage == 0:
-            self.merge = PatchMerging(in_chans, c, kernel=7, stride=config.stem_stride, **dd)
+            kernel, stride = 7, config.stem_stride
         else:
-            self.merge = PatchMerging(config.channels[stage - 1], c, kernel=3, stride=2, **dd)
+            in_chans, kernel, stride = config.channels[stage - 1], 3, 2
+        self.merge = PatchMerging(in_chans, c, kernel, stride, config.backend, **dd)
         self.first = stage == 0
         self.ape = None
         if config.position == "ape":

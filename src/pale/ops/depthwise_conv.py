@@ -38,8 +38,15 @@ def depthwise_convs(
         pairs = [(w.to(dtype), None if b is None else b.to(dtype)) for w, b in pairs]
     if device != "cpu" or torch.is_grad_enabled():
         return [opaque(x, weight, bias) for weight, bias in pairs]
-    padded, taps = torch.ops.pale.depthwise_conv_operands(x, [weight for weight, _ in pairs])
-    return [_shifted(padded, taps[i], bias) for i, (_, bias) in enumerate(pairs)]
+    padded = _written(F.pad(x, (0, 0, 1, 1, 1, 1)))
+    return [_shifted(padded, _written(w.flatten(1).T.contiguous()), b) for w, b in pairs]
+
+
+def _written(x: Tensor) -> Tensor:
+    """Makes the compiler compute `x` once and keep it, where it would repeat the computation for each reader."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    return force_stride_order(x, x.stride())
 
 
 def _shifted(padded: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,7 +70,6 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 # Defined by hand: `custom_op` would add some 15 us to each of the 88 calls of a Pale-T.
 _library = torch.library.Library("pale", "FRAGMENT")
 _library.define("depthwise_conv(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.define("depthwise_conv_operands(Tensor x, Tensor[] weights) -> (Tensor, Tensor)")
 _library.define(
     "depthwise_conv_backward(Tensor grad, Tensor x, Tensor weight, bool bias) -> (Tensor, Tensor, Tensor)"
 )
@@ -120,16 +126,3 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 torch.library.register_autograd(
     "pale::depthwise_conv", _backward, setup_context=_save, lib=_library
 )
-
-
-@torch.library.impl(_library, "depthwise_conv_operands", "CompositeExplicitAutograd")
-def _(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    # An operator of its own, or the compiler would compute pad and transpose anew for each of the nine products.
-    taps = torch.stack([weight.flatten(1).T for weight in weights])
-    return F.pad(x, (0, 0, 1, 1, 1, 1)), taps
-
-
-@torch.library.register_fake("pale::depthwise_conv_operands", lib=_library)
-def _(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    b, h, w, c = x.shape
-    return x.new_empty(b, h + 2, w + 2, c), x.new_empty(len(weights), 9, c)

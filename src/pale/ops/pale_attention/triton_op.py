@@ -7,10 +7,6 @@ queries of the rows and one with those of the columns of each pale, and their me
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -19,21 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..kernels import AVAILABLE, DTYPES, INTERPRETED, define, differentiate, launch, launches
 from ..sizes import exporting
 from .region import Region
 
+__all__ = ["AVAILABLE", "INTERPRETED", "attention", "forward", "launches", "unsupported"]
+
 HEAD_DIMS = (16, 32, 48, 64)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-AVAILABLE = importlib.util.find_spec("triton") is not None
-# Triton decides this once, when the kernels are defined; so do we.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # The most programs in the last dimension of a grid, and the number that a large GPU wants at least.
 GRID, PROGRAMS = 65535, 1024
 LOG2_E = 1.4426950408889634
-
-# Kernel launches by name, for tests: a back-end that is tested must have run.
-launches: Counter[str] = Counter()
+KERNELS = __package__ + ".triton_kernels"
 
 
 def unsupported(q: Tensor, region: Region) -> str | None:
@@ -170,8 +163,6 @@ class Plan:
             tokens: of the largest group.
             constants: that are this kernel's alone.
         """
-        from . import triton_kernels
-
         if self.b > GRID:
             for start in range(0, self.b, GRID):
                 some = tuple(x[start : start + GRID] for x in tensors)
@@ -190,20 +181,8 @@ class Plan:
         if config.registers is not None:
             options["maxnreg"] = config.registers
         grid = -(-tokens // block), groups * (self.heads // per), self.b
-        with _on(tensors[0].device):
-            getattr(triton_kernels, name)[grid](
-                *tensors,
-                self.h,
-                self.w,
-                self.heads,
-                split,
-                per,
-                *lines,
-                *strides,
-                **constants,
-                **options,
-            )
-        launches[name] += 1
+        numbers = self.h, self.w, self.heads, split, per, *lines, *strides
+        launch(KERNELS, name, grid, *tensors, *numbers, options=options, **constants)
 
 
 @lru_cache(maxsize=1024)
@@ -310,10 +289,6 @@ def _power(tokens: int) -> int:
     return max(16, 1 << (tokens - 1).bit_length())
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 @cache
 def _capability(device: torch.device) -> int:
     """90 for Hopper; the interpreter takes the same configurations."""
@@ -336,7 +311,15 @@ def _readable(x: Tensor) -> Tensor:
     return x if aligned and span < 2**31 else x.contiguous()
 
 
-@torch.library.custom_op("pale::triton_attention", mutates_args=())
+def _fake(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    b, h, w, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((b, heads, h * w), dtype=torch.float32)
+
+
+@define(
+    "triton_attention(Tensor q, Tensor k, Tensor v, int s_r, int s_c, str scope, str grouping) -> (Tensor, Tensor)",
+    _fake,
+)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, scope: str, grouping: str
 ) -> tuple[Tensor, Tensor]:
@@ -351,15 +334,11 @@ def attention(
     return out, lse
 
 
-@attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, scope: str, grouping: str
-) -> tuple[Tensor, Tensor]:
-    b, h, w, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, heads, h * w), dtype=torch.float32)
-
-
-@torch.library.custom_op("pale::triton_attention_backward", mutates_args=())
+@define(
+    "triton_attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    " int s_r, int s_c, str scope, str grouping) -> (Tensor, Tensor, Tensor)",
+    lambda g, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+)
 def attention_backward(
     g: Tensor,
     q: Tensor,
@@ -388,22 +367,6 @@ def attention_backward(
     return dq, parts_k.sum(0).to(k.dtype), parts_v.sum(0).to(v.dtype)
 
 
-@attention_backward.register_fake
-def _(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    s_r: int,
-    s_c: int,
-    scope: str,
-    grouping: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     out, lse = output
     ctx.mark_non_differentiable(lse)
@@ -411,11 +374,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.region = inputs[3:]
 
 
-def _backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, g: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return (None,) * 7
     return *attention_backward(g, *ctx.saved_tensors, *ctx.region), None, None, None, None
 
 
-attention.register_autograd(_backward, setup_context=_save)
+differentiate("triton_attention", _backward, _save)
 
 
 def pairs(shape: tuple[int, ...], s_r: int, s_c: int, scope: str, grouping: str) -> int:

@@ -1,0 +1,75 @@
+"""The pieces of a block in plain PyTorch: what the kernels must compute, and what runs where they cannot."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..depthwise_conv import depthwise_conv, depthwise_convs
+from ..linear import linear
+
+
+def conv_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Position encoding, residual and norm: x + conv(x) + bias, and its LayerNorm."""
+    x = x + depthwise_conv(x, weight, bias)
+    return x, norm(x, gamma, beta, eps)
+
+
+def conv_three(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
+    """The depthwise halves of phi_q, phi_k and phi_v, (3, b, h, w, c)."""
+    return torch.stack(depthwise_convs(x, [w_q, w_k, w_v], [None, None, None]))
+
+
+def linear_three(
+    x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, b_q: Tensor, b_k: Tensor, b_v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pointwise halves of phi_q, phi_k and phi_v, of (3, b, h, w, c)."""
+    return linear(x[0], w_q, b_q), linear(x[1], w_k, b_k), linear(x[2], w_v, b_v)
+
+
+def add_norm(
+    x: Tensor,
+    y: Tensor,
+    bias: Tensor,
+    scale: Tensor | None,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Residual and norm: x + scale (y + bias), and its LayerNorm; `scale` is one number an image, for drop path."""
+    y = y + bias
+    x = x + (y if scale is None else scale.to(y.dtype).view(-1, 1, 1, 1) * y)
+    return x, norm(x, gamma, beta, eps)
+
+
+def norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    """LayerNorm."""
+    return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
+
+
+def mlp(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, b_2: Tensor) -> Tensor:
+    """Linear, GELU, linear."""
+    return linear(linear(x, w_1, b_1, gelu=True), w_2, b_2)
+
+
+def linear_norm(
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    x: Tensor,
+    next_bias: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """X + linear(y) + next_bias, and the LayerNorm of this without `next_bias`."""
+    x = x + linear(y, weight, bias)
+    return x + next_bias, norm(x, gamma, beta, eps)
+
+
+def mlp_residual(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, total: Tensor) -> Tensor:
+    """Linear, GELU and linear added to `total`; the last bias is in it already."""
+    return total + linear(linear(x, w_1, b_1, gelu=True), w_2, None)

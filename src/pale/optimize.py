@@ -1,0 +1,156 @@
+"""Models made ready for inference: 16-bit weights, constants folded, blocks as a few kernels, CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import fused
+from .ops.block import triton_op as pieces
+from .pale_transformer import PaleBlock, PaleTransformer, PatchMerging
+
+
+def optimize(
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, cuda_graph: bool = False
+) -> nn.Module:
+    """A copy of `model` for inference; the model itself stays as it is.
+
+    On a GPU with Triton each block becomes six kernels and, where channels are many, cuBLAS calls. Elsewhere the copy
+    computes what the model does, in `dtype`.
+
+    Args:
+        model: a `PaleTransformer`, or any module with one inside, on the device where it will run.
+        dtype: of weights, activations and input.
+        cuda_graph: record the kernels of each input shape once and replay them: no launch overhead, which decides the
+            latency at small batches. Up to eight shapes are kept, each with its own memory for activations.
+    """
+    if not any(isinstance(module, PaleTransformer) for module in model.modules()):
+        raise TypeError(
+            f"optimize takes a PaleTransformer or a module with one inside, got {type(model).__name__}"
+        )
+    device = next(model.parameters()).device
+    if cuda_graph and device.type != "cuda":
+        raise ValueError(
+            f"cuda_graph=True needs a model on a CUDA device, got {device}; move it there first, or leave it out"
+        )
+    model = copy.deepcopy(model).eval().requires_grad_(False).to(dtype)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, PaleBlock):
+                channels = child.norm1.normalized_shape[0]
+                like = torch.empty(1, 1, 1, channels, dtype=dtype, device=device)
+                if fused.takes(child, like):
+                    setattr(module, name, FusedBlock(child))
+            elif isinstance(child, PatchMerging):
+                channels = child.norm.normalized_shape[0]
+                like = torch.empty(1, 1, 1, channels, dtype=dtype, device=device)
+                if fused.takes_norm(child.norm, child.backend, like):
+                    setattr(module, name, FusedMerging(child))
+    return Graphed(model) if cuda_graph else model
+
+
+class FusedMerging(nn.Module):
+    """A `PatchMerging` for inference: the bias of the convolution is added where its norm reads the map."""
+
+    def __init__(self, merging: PatchMerging) -> None:
+        super().__init__()
+        self.conv = merging.conv.to(memory_format=torch.channels_last)
+        self.norm = merging.norm
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c_in, h, w) -> (b, h / stride, w / stride, c), rounded up."""
+        x = x.contiguous(memory_format=torch.channels_last)
+        conv, norm = self.conv, self.norm
+        x = F.conv2d(x, conv.weight, None, conv.stride, conv.padding).permute(0, 2, 3, 1)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        affine = norm.weight, norm.bias
+        pieces._add_norm(x, None, conv.bias, None, None, *affine, y, y, norm.eps)
+        return y
+
+
+class FusedBlock(nn.Module):
+    """A `PaleBlock` for inference, its weights laid out as the kernels read them."""
+
+    def __init__(self, block: PaleBlock) -> None:
+        super().__init__()
+        attn, mlp = block.attn, block.mlp
+        phis = attn.phi_q, attn.phi_k, attn.phi_v
+        self.attn, self.eps1, self.eps2 = attn, block.norm1.eps, block.norm2.eps
+        self.has_cpe = block.cpe is not None
+        if block.cpe is not None:
+            self.taps_cpe = nn.Buffer(pieces._taps(block.cpe.weight))
+            self.bias_cpe = block.cpe.bias
+        self.taps = nn.Buffer(pieces._taps(*(phi.depthwise.weight for phi in phis)))
+        self.norm1, self.norm2, self.fc1, self.fc2 = block.norm1, block.norm2, mlp.fc1, mlp.fc2
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, h, w, c) -> (b, h, w, c)."""
+        x = x.contiguous()
+        attn, norm1, norm2 = self.attn, self.norm1, self.norm2
+        if not self.has_cpe:
+            y = fused.norm(x, norm1)
+        else:
+            total, y = torch.empty_like(x), torch.empty_like(x)
+            affine = norm1.weight, norm1.bias
+            pieces._conv_norm(x, self.taps_cpe, self.bias_cpe, *affine, total, y, self.eps1)
+            x = total
+        maps = x.new_empty((3, *x.shape))
+        pieces._conv_three(y, self.taps, maps)
+        pointwise = attn.phi_q.pointwise, attn.phi_k.pointwise, attn.phi_v.pointwise
+        q, k, v = (torch.empty_like(x) for _ in range(3))
+        weights, biases = tuple(p.weight for p in pointwise), tuple(p.bias for p in pointwise)
+        pieces._linear(maps, weights, biases, (q, k, v))
+        y = attn.attend(q, k, v)
+        proj, fc1, fc2 = attn.proj, self.fc1, self.fc2
+        affine = norm2.weight, norm2.bias
+        x, y = pieces.linear_norm(y, proj.weight, proj.bias, x, fc2.bias, *affine, self.eps2)
+        return pieces.mlp_residual(y, fc1.weight, fc1.bias, fc2.weight, x)
+
+
+class Graphed(nn.Module):
+    """Replays a CUDA graph for each shape of input; everything but the call itself is the model's."""
+
+    def __init__(self, model: nn.Module, limit: int = 8) -> None:
+        super().__init__()
+        self.model, self.limit = model, limit
+        self.graphs: OrderedDict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = OrderedDict()
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """The model's output for `x`, in memory of its own."""
+        key = x.shape, x.stride(), x.dtype, x.device
+        if key not in self.graphs:
+            self.graphs[key] = self._record(x)
+            while len(self.graphs) > self.limit:
+                self.graphs.popitem(last=False)
+        self.graphs.move_to_end(key)
+        graph, source, result = self.graphs[key]
+        source.copy_(x)
+        graph.replay()
+        return result.clone()
+
+    def _record(self, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        source = x.clone(memory_format=torch.preserve_format)
+        stream = torch.cuda.Stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.model(source)
+        torch.cuda.current_stream(x.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = self.model(source)
+        return graph, source, result
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.model, name)

@@ -1,0 +1,286 @@
+"""The fused pieces of a block against plain PyTorch in float64: on a GPU, and on the CPU in Triton's interpreter.
+
+As in `test_triton`, the interpreter has to be chosen before the kernels are defined, so
+`test_everything_in_the_interpreter` runs this module once more in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from timm.layers import DropPath
+from torch import Tensor
+
+import pale
+from pale.ops.block import reference, triton_op
+from pale.pale_transformer import PaleBlock
+
+INTERPRETED = triton_op.INTERPRETED
+DEVICE = "cpu" if INTERPRETED else "cuda"
+kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
+needs_triton = pytest.mark.skipif(not triton_op.AVAILABLE, reason="Triton is not installed")
+
+# Beside twice the error of plain PyTorch: steps between neighbouring numbers of the size of the largest result.
+FLOOR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+SMALL = {"one token": (1, 1, 1, 16), "ragged": (2, 5, 9, 48), "wide": (3, 2, 19, 32)}
+LARGE = {
+    "stage 1": (8, 56, 56, 64),
+    "stage 2 of Pale-S": (4, 28, 28, 192),
+    "stage 3": (5, 14, 14, 256),
+    "stage 4": (9, 7, 7, 512),
+    "stage 4 of Pale-B": (2, 7, 7, 1024),
+    "long": (1, 3, 700, 96),
+}
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
+PIECES = ("conv_norm", "conv_three", "linear_three", "add_norm", "norm", "mlp")
+SIZE = (12, 20) if INTERPRETED else (100, 76)
+INFERENCE = ("linear_norm", "mlp_residual")
+
+
+def arguments(piece: str, shape: tuple[int, ...]) -> list[Tensor | float | None]:
+    """Arguments of a piece for a map of this shape, in float64."""
+    b, _, _, c = shape
+
+    def draw(*size: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(size, dtype=torch.float64)
+
+    x = 2 * draw(*shape) + 0.5
+    affine = [1 + 0.1 * draw(c), draw(c), 1e-5]
+    taps = [draw(c, 1, 3, 3, scale=0.3) for _ in range(3)]
+    h = 4 * c
+    square = [draw(c, c, scale=c**-0.5) for _ in range(3)]
+    w_1, w_2 = draw(h, c, scale=c**-0.5), draw(c, h, scale=h**-0.5)
+    return {
+        "conv_norm": [x, taps[0], draw(c), *affine],
+        "conv_three": [x, *taps],
+        "add_norm": [x, draw(*shape), draw(c), torch.rand(b).double() + 0.5, *affine],
+        "norm": [x, *affine],
+        "linear_three": [draw(3, *shape), *square, *(draw(c) for _ in range(3))],
+        "mlp": [x, w_1, draw(h), w_2, draw(c)],
+        "linear_norm": [x, square[0], draw(c), draw(*shape), draw(c), *affine],
+        "mlp_residual": [x, w_1, draw(h), w_2, draw(*shape)],
+    }[piece]
+
+
+def results(
+    function, values: list[Tensor | float | None], dtype: torch.dtype, gradients: bool
+) -> list[Tensor]:
+    """All outputs and all gradients, for output gradients that are the same in every dtype."""
+    values = [
+        x.to(DEVICE, dtype).detach().requires_grad_() if isinstance(x, Tensor) else x
+        for x in values
+    ]
+    with torch.set_grad_enabled(gradients):
+        outputs = function(*values)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not gradients:
+        return list(outputs)
+    generator = torch.Generator().manual_seed(1)
+    g = [
+        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+        for y in outputs
+    ]
+    leaves = [x for x in values if isinstance(x, Tensor)]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, g)]
+
+
+def check(piece: str, values: list[Tensor | float | None], dtype: torch.dtype) -> None:
+    """At most twice the error of plain PyTorch in the same dtype, plus the floor."""
+    gradients = piece not in INFERENCE
+    exact = [x.to(dtype).double() if isinstance(x, Tensor) else x for x in values]
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory starts as NaN
+    try:
+        triton_op.launches.clear()
+        ours = results(call(triton_op, piece, exact), drop(piece, exact), dtype, gradients)
+        assert triton_op.launches, "no kernel ran"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    plain, expected = (
+        results(call(reference, piece, exact), drop(piece, exact), x, gradients)
+        for x in (dtype, torch.float64)
+    )
+    for i, (a, b, c) in enumerate(zip(ours, plain, expected, strict=True)):
+        assert a.dtype == dtype
+        assert a.shape == c.shape
+        error, bound = (a - c).abs().max().item(), (b - c).abs().max().item()
+        limit = 2 * bound + FLOOR[dtype] * max(1, c.abs().max().item())
+        assert error <= limit, f"result {i} errs by {error:.2g}, plain PyTorch by {bound:.2g}"
+
+
+def drop(piece: str, values: list) -> list:
+    """The arguments that have gradients: all but drop path's scale."""
+    return [x for i, x in enumerate(values) if not (piece == "add_norm" and i == 3)]
+
+
+def call(module, piece: str, values: list):
+    """The piece with drop path's scale put back."""
+    function = getattr(module, piece)
+    if piece != "add_norm":
+        return function
+    scale = values[3]
+    return lambda x, y, bias, *rest: function(
+        x, y, bias, None if scale is None else scale.to(DEVICE, x.dtype), *rest
+    )
+
+
+@kernels
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("piece", PIECES + INFERENCE)
+@pytest.mark.parametrize("shape", SMALL if INTERPRETED else SMALL | LARGE)
+def test_outputs_and_gradients_err_at_most_twice_as_much_as_plain(shape, piece, dtype):
+    check(piece, arguments(piece, (SMALL | LARGE)[shape]), dtype)
+
+
+@kernels
+@needs_triton
+def test_residual_without_drop_path():
+    values = arguments("add_norm", SMALL["ragged"])
+    values[3] = None
+    check("add_norm", values, torch.float32)
+
+
+@kernels
+@needs_triton
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_operators_pass_opcheck():
+    shape = 2, 3, 4, 32
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, device=DEVICE, requires_grad=True)
+
+    x, y, c = draw(*shape), draw(*shape), 32
+    taps, vectors = [draw(c, 1, 3, 3) for _ in range(3)], [draw(c) for _ in range(3)]
+    maps, square = draw(3, *shape), [draw(c, c) for _ in range(3)]
+    scale = torch.rand(2, device=DEVICE)
+    wide = [draw(64, c), draw(64), draw(c, 64), draw(c)]
+    ops = torch.ops.pale
+    calls = [
+        (ops.conv_norm, (x, taps[0], *vectors, 1e-5)),
+        (ops.conv_three, (x, *taps)),
+        (ops.linear_three, (maps, *square, *vectors)),
+        (ops.add_norm, (x, y, vectors[0], scale, *vectors[1:], 1e-5)),
+        (ops.add_norm, (x, y, vectors[0], None, *vectors[1:], 1e-5)),
+        (ops.norm, (x, *vectors[1:], 1e-5)),
+        (ops.mlp, (x, *wide)),
+        (ops.conv_norm_backward, (x, y, x, y, taps[0], vectors[0], 1e-5)),
+        (ops.conv_three_backward, (maps, x, *taps)),
+        (ops.linear_three_backward, (x, y, x, maps, *square)),
+        (ops.add_norm_backward, (x, y, x, scale, vectors[0], 1e-5)),
+        (ops.add_norm_backward, (x, y, x, None, vectors[0], 1e-5)),
+        (ops.norm_backward, (x, y, vectors[0], 1e-5)),
+        (ops.mlp_backward, (x, y, draw(*shape[:3], 64), wide[0], wide[2])),
+    ]
+    for op, args in calls:
+        if op.__name__.endswith("backward"):
+            args = torch.utils._pytree.tree_map(
+                lambda z: z.detach() if isinstance(z, Tensor) else z, args
+            )
+        torch.library.opcheck(op.default, args)
+
+
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch):
+    """Without TensorFloat-32 in cuDNN's convolutions, which is as coarse as bfloat16 is."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def small_model(**kwargs):
+    """A model with one block a stage."""
+    return pale.create_model("pale_nano", depths=(1, 1, 1, 1), num_classes=5, **kwargs).to(DEVICE)
+
+
+@kernels
+@needs_triton
+@pytest.mark.parametrize("position", ["cpe", "none"])
+def test_model_through_the_kernels_equals_the_plain_one(position):
+    plain = small_model(backend="sdpa", position=position)
+    ours = small_model(position=position)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, *SIZE, device=DEVICE)
+    expected, found = plain(x), ours(x)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    g = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad(found, list(ours.parameters()), g),
+        torch.autograd.grad(expected, list(plain.parameters()), g),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item() + 1e-6, rtol=1e-3)
+    quick = pale.optimize(ours, dtype=torch.float32)
+    torch.testing.assert_close(quick(x), expected, atol=1e-5, rtol=1e-4)
+    assert {type(m).__name__ for m in quick.modules()} >= {"FusedBlock", "FusedMerging"}
+    assert not any(isinstance(m, PaleBlock) for m in quick.modules())
+
+
+@kernels
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="takes most of a minute there, and opcheck sees the same")
+def test_compiled_training_equals_eager():
+    model = small_model(drop_path_rate=0.3)
+    x = torch.randn(2, 3, *SIZE, device=DEVICE)
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(model.eval()(x).square().sum(), list(model.parameters()))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    found = torch.autograd.grad(compiled(x).square().sum(), list(model.parameters()))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item() + 1e-6, rtol=1e-3)
+
+
+@kernels
+@needs_triton
+def test_drop_path_and_checkpointing():
+    block = small_model(drop_path_rate=0.9).train().stages[1].blocks[0]
+    assert isinstance(block.drop_path1, DropPath)
+    x = torch.randn(4, 2, 3, 64, device=DEVICE)
+    launches = triton_op.launches
+
+    def gradients(call) -> list[Tensor]:
+        torch.manual_seed(7)
+        launches.clear()
+        return list(torch.autograd.grad(call(x).square().sum(), list(block.parameters())))
+
+    expected = gradients(block)
+    once = launches["conv_three"]
+    found = gradients(lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False))
+    assert (once, launches["conv_three"]) == (1, 2)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@kernels
+@needs_triton
+def test_a_hook_or_a_wrapped_layer_is_honoured():
+    model = small_model().eval()
+    x = torch.randn(1, 3, 32, 32, device=DEVICE)
+    seen = []
+    model.stages[0].blocks[0].attn.proj.register_forward_hook(lambda *a: seen.append(a[2].shape))
+    with torch.no_grad():
+        model(x)
+    assert seen == [(1, 8, 8, 32)]
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is it")
+def test_everything_in_the_interpreter():
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("PYTEST_XDIST_WORKER", None)
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, __file__],
+        cwd=Path(__file__).parents[2],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
