@@ -81,6 +81,7 @@ def test_doctor_says_which_back_end_runs_and_why_not_another(capsys):
     assert code == 0
     assert "back-end sdpa, works" in out
     assert "not reference: sdpa comes first" in out
+    assert "blocks: plain PyTorch; not fused kernels: " in out
     facts = json.loads(run(capsys, "doctor", "--json")[1])
     assert facts["devices"][0]["backend"] == "sdpa"
     assert facts["packages"]["torch"]

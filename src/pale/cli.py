@@ -367,6 +367,9 @@ def _doctor(args: argparse.Namespace) -> None:
     for device in facts["devices"]:
         state = "works" if device["works"] else "gives wrong numbers: please report it"
         _print(f"{device['device']} ({device['about']}): back-end {device['backend']}, {state}")
+        blocks = device["blocks"]
+        fused = blocks == "fused kernels"
+        _print(f"  blocks: {blocks if fused else f'plain PyTorch; not fused kernels: {blocks}'}")
         for other, reason in device["others"].items():
             _print(f"  not {other}: {reason}")
 

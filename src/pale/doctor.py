@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import __version__
+from .ops.block import triton_op as pieces
 from .ops.pale_attention import BACKENDS, choose, pale_attention
 from .ops.pale_attention.region import Region
 
@@ -73,5 +74,6 @@ def _device(device: torch.device) -> dict[str, Any]:
         "about": about,
         "backend": name,
         "works": works,
+        "blocks": pieces.unsupported(q.flatten(3)) or "fused kernels",
         "others": {other: reason or f"{name} comes first" for other, reason in reasons.items()},
     }
