@@ -10,6 +10,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_modifyitems(items):
+    # Long ones first, or one worker would be left with them at the end.
+    items.sort(key=lambda item: "slow" not in item.keywords)
     if torch.cuda.is_available():
         return
     for item in items:

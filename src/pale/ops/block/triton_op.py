@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..kernels import AVAILABLE, DTYPES, INTERPRETED, define, differentiate, launch, launches
+from ..pale_attention.triton_op import _capability
 
 __all__ = ["AVAILABLE", "INTERPRETED", "launches", "unsupported"]
 
@@ -42,6 +43,11 @@ def _launch(
 ) -> None:
     options = {"num_warps": warps, "num_stages": stages}
     launch(KERNELS, name, grid, *args, options=options, **constants)
+
+
+def _small(x: Tensor) -> bool:
+    """Whether matrix products need small blocks: float32 takes twice the shared memory, and old GPUs have little."""
+    return x.dtype == torch.float32 or _capability(x.device) < 80
 
 
 def _power(n: int) -> int:
@@ -278,13 +284,14 @@ def _linear(
     """Linear layers of equal size: one of (..., c), or three of (3, ..., c)."""
     n, c = weights[0].shape
     tokens = out[0].numel() // n
-    block_n = min(128, _power(n))
-    block_k = next(k for k in (64, 32, 16) if c % k == 0)
-    blocks = {"BLOCK_T": 128, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    grid = _ceil(tokens, 128) * _ceil(n, block_n), len(weights)
+    block_t, block_n, block_k, warps = (64, 64, 32, 4) if _small(x) else (128, 128, 64, 8)
+    block_n = min(block_n, _power(n))
+    block_k = next(k for k in (block_k, 32, 16) if c % k == 0)
+    blocks = {"BLOCK_T": block_t, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    grid = _ceil(tokens, block_t) * _ceil(n, block_n), len(weights)
     three = [(y * 3)[:3] for y in (weights, biases, out)]
     tensors = x, *three[0], *three[1], *three[2]
-    _launch("linear", grid, *tensors, tokens, C=c, N=n, GELU=gelu, warps=8, **blocks)
+    _launch("linear", grid, *tensors, tokens, C=c, N=n, GELU=gelu, warps=warps, **blocks)
 
 
 @define(
@@ -574,7 +581,7 @@ def mlp_residual(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, total: Tensor
     if c <= 128 and hidden % 32 == 0:
         out = torch.empty_like(total)
         blocks = {"C": c, "HIDDEN": hidden, "BLOCK_C": _power(c), "BLOCK_H": 32}
-        blocks["BLOCK_T"] = 64 if c <= 64 else 128
+        blocks["BLOCK_T"] = 32 if _small(x) else 64 if c <= 64 else 128
         grid = (_ceil(tokens, blocks["BLOCK_T"]),)
         _launch("whole_mlp", grid, x, w_1, b_1, w_2, total, out, tokens, **blocks)
         return out
