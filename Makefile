@@ -13,7 +13,7 @@ demo: .venv/core
 	$(BIN)/pale train quickstart --output runs/demo/quickstart
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/dev
 	$(BIN)/ruff check .
