@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import DepthwiseConv, Linear, untouched
+from .layers import DepthwiseConv, Linear, Mlp, SeparableConv, untouched
 from .ops.block import triton_op as pieces
 from .ops.pale_attention import triton_op as attention
 from .ops.sizes import exporting
@@ -25,22 +25,28 @@ BACKENDS = ("auto", "triton")
 
 def takes(block: PaleBlock, x: Tensor) -> bool:
     """Whether the kernels can run `block` on `x`, (b, h, w, c), and nobody put something of their own into it."""
-    attn = block.attn
-    if attn.backend not in BACKENDS or pieces.unsupported(x) is not None or exporting():
+    attn, mlp = block.attn, block.mlp
+    if pieces.unsupported(x) is not None or exporting():
         return False
-    if x.shape[-1] // attn.heads not in attention.HEAD_DIMS or isinstance(block.mlp, nn.Identity):
+    if getattr(attn, "backend", None) not in BACKENDS or not untouched(attn, type(attn)):
+        return False
+    if x.shape[-1] // attn.heads not in attention.HEAD_DIMS:
         return False
     phis = attn.phi_q, attn.phi_k, attn.phi_v
     return (
         (block.cpe is None or untouched(block.cpe, DepthwiseConv))
         and untouched(block.norm1, nn.LayerNorm)
         and untouched(block.norm2, nn.LayerNorm)
-        and untouched(attn.proj, Linear)
-        and untouched(block.mlp.fc1, Linear)
-        and untouched(block.mlp.act, nn.GELU)
-        and untouched(block.mlp.fc2, Linear)
+        and all(untouched(phi, SeparableConv) for phi in phis)
         and all(untouched(phi.depthwise, DepthwiseConv) for phi in phis)
         and all(untouched(phi.pointwise, Linear) for phi in phis)
+        and untouched(attn.proj, Linear)
+        and untouched(mlp, Mlp)
+        and untouched(mlp.fc1, Linear)
+        and untouched(mlp.act, nn.GELU)
+        and untouched(mlp.fc2, Linear)
+        # The kernels load and sum 16 numbers at a time.
+        and mlp.fc1.out_features % 16 == 0
     )
 
 

@@ -81,7 +81,7 @@ class FusedBlock(nn.Module):
         super().__init__()
         attn, mlp = block.attn, block.mlp
         phis = attn.phi_q, attn.phi_k, attn.phi_v
-        self.attn, self.eps1, self.eps2 = attn, block.norm1.eps, block.norm2.eps
+        self.attn = attn
         self.has_cpe = block.cpe is not None
         if block.cpe is not None:
             self.taps_cpe = nn.Buffer(pieces._taps(block.cpe.weight))
@@ -99,7 +99,7 @@ class FusedBlock(nn.Module):
         else:
             total, y = torch.empty_like(x), torch.empty_like(x)
             affine = norm1.weight, norm1.bias
-            pieces._conv_norm(x, self.taps_cpe, self.bias_cpe, *affine, total, y, self.eps1)
+            pieces._conv_norm(x, self.taps_cpe, self.bias_cpe, *affine, total, y, norm1.eps)
             x = total
         maps = x.new_empty((3, *x.shape))
         pieces._conv_three(y, self.taps, maps)
@@ -110,7 +110,7 @@ class FusedBlock(nn.Module):
         y = attn.attend(q, k, v)
         proj, fc1, fc2 = attn.proj, self.fc1, self.fc2
         affine = norm2.weight, norm2.bias
-        x, y = pieces.linear_norm(y, proj.weight, proj.bias, x, fc2.bias, *affine, self.eps2)
+        x, y = pieces.linear_norm(y, proj.weight, proj.bias, x, fc2.bias, *affine, norm2.eps)
         return pieces.mlp_residual(y, fc1.weight, fc1.bias, fc2.weight, x)
 
 

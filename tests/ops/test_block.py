@@ -257,14 +257,50 @@ def test_drop_path_and_checkpointing():
 
 @kernels
 @needs_triton
-def test_a_hook_or_a_wrapped_layer_is_honoured():
-    model = small_model().eval()
-    x = torch.randn(1, 3, 32, 32, device=DEVICE)
+def test_a_hidden_layer_that_the_kernels_cannot_sum_is_computed_plainly():
+    block = small_model(mlp_ratio=(3.3, 3.3, 3.3, 3.3)).stages[0].blocks[0]
+    triton_op.launches.clear()
+    block(torch.randn(1, 2, 3, 32, device=DEVICE)).sum().backward()
+    assert block.mlp.fc1.out_features % 16
+    assert not triton_op.launches["mlp"] + triton_op.launches["sum_rows"]
+    assert block.mlp.fc1.bias.grad.isfinite().all()
+
+
+@kernels
+@needs_triton
+def test_no_images():
+    block = small_model().stages[0].blocks[0]
+    x = torch.randn(0, 2, 3, 32, device=DEVICE, requires_grad=True)
+    y = block(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert all(not p.grad.any() for p in block.parameters())
+
+
+@kernels
+@needs_triton
+@pytest.mark.parametrize(
+    "part", ["attn", "attn.phi_k.pointwise", "attn.proj", "mlp", "mlp.fc2", "norm1", "cpe"]
+)
+def test_a_hook_is_honoured(part):
+    block = small_model().eval().stages[0].blocks[0]
     seen = []
-    model.stages[0].blocks[0].attn.proj.register_forward_hook(lambda *a: seen.append(a[2].shape))
+    block.get_submodule(part).register_forward_hook(lambda *args: seen.append(args[2].shape))
     with torch.no_grad():
-        model(x)
-    assert seen == [(1, 8, 8, 32)]
+        block(torch.randn(1, 2, 3, 32, device=DEVICE))
+    assert seen == [(1, 2, 3, 32)]
+
+
+@kernels
+@needs_triton
+@pytest.mark.parametrize("part", ["attn", "mlp"])
+def test_a_replaced_part_is_honoured(part):
+    block = small_model().eval().stages[0].blocks[0]
+    setattr(block, part, torch.nn.Identity())
+    triton_op.launches.clear()
+    with torch.no_grad():
+        block(torch.randn(1, 2, 3, 32, device=DEVICE))
+    assert not triton_op.launches["conv_norm"]
 
 
 @pytest.mark.slow

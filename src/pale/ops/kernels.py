@@ -35,8 +35,8 @@ def launch(
 ) -> None:
     """Run a kernel.
 
-    The kernels specialise on nothing but dtypes and 16-byte alignment, so a compiled one is found again here, in a
-    tenth of the time that Triton's own launch takes.
+    The kernels specialise on nothing but dtypes and 16-byte alignment, so a compiled one is found again here, without
+    the look at every argument that Triton's own launch takes.
 
     Args:
         module: where the kernel is defined.

@@ -65,7 +65,7 @@ def linear_norm(
     beta: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """X + linear(y) + next_bias, and the LayerNorm of this without `next_bias`."""
+    """The sum x + linear(y) + next_bias, and the LayerNorm of this without `next_bias`."""
     x = x + linear(y, weight, bias)
     return x + next_bias, norm(x, gamma, beta, eps)
 

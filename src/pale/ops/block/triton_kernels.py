@@ -115,7 +115,7 @@ def conv_norm(
     p_x, p_t, p_b, p_gamma, p_beta, p_sum, p_norm, h, w, rows, eps,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """X + conv(x) + bias, and its LayerNorm."""
+    """The sum x + conv(x) + bias, and its LayerNorm."""
     image, start, end, j = strip(h, w, rows, BLOCK_W)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
@@ -384,7 +384,7 @@ def add_norm(
     ADD: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """X + scale (y + bias), and its LayerNorm; `scale` is one number an image. Without y, LayerNorm(x + bias) alone.
+    """The sum x + scale (y + bias), and its LayerNorm; `scale` is one number an image. Without y, LayerNorm(x + bias).
 
     `next` is a bias that the next layer will add to the sum: it is stored with it, after the norm.
     """
@@ -482,7 +482,7 @@ def norm_backward(
 
 @triton.jit
 def gelu(b_x):
-    """X Phi(x) and 1 - Phi(|x|); Phi is the normal distribution function.
+    """Results x Phi(x) and 1 - Phi(|x|); Phi is the normal distribution function.
 
     Its tail by Abramowitz and Stegun 7.1.26, to 1.5e-7: half the instructions of the library's erf.
     """
@@ -555,7 +555,7 @@ def linear_norm(
     p_y, p_w, p_b, p_x, p_next, p_gamma, p_beta, p_sum, p_norm, tokens, eps,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """X + y W^T + b, and its LayerNorm; `w` is (c, c), BLOCK_K divides c, a program has whole rows.
+    """The sum x + y W^T + b, and its LayerNorm; `w` is (c, c), BLOCK_K divides c, a program has whole rows.
 
     `next` is a bias that the next layer will add to the sum: it is stored with it, after the norm.
     """
@@ -588,7 +588,7 @@ def whole_mlp(
     p_n, p_w1, p_b1, p_w2, p_x, p_out, tokens,
     C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """X + W2 gelu(W1 n + b1), with the hidden layer in registers, BLOCK_H channels of it at a time."""
+    """The sum x + W2 gelu(W1 n + b1), with the hidden layer in registers, BLOCK_H channels of it at a time."""
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
@@ -622,7 +622,7 @@ def linear(
     C: tl.constexpr, N: tl.constexpr, GELU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """X W^T + b, or its GELU; on a grid of three planes, three of them, of (3, tokens, c).
+    """The product x W^T + b, or its GELU; on a grid of three planes, three of them, of (3, tokens, c).
 
     BLOCK_K divides c.
     """

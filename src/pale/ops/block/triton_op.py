@@ -77,8 +77,10 @@ def _strips(x: Tensor, whole: bool) -> tuple[tuple[int, int], int, dict[str, int
 
 
 def _sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums of the columns of a matrix, over as many programs as its rows want, then over those."""
+    """Sums of the columns of a matrix, a multiple of 16, over as many programs as its rows want, then over those."""
     rows, columns = x.shape
+    if not rows:
+        return x.new_zeros(columns, dtype=dtype)
     many = rows > 4 * PROGRAMS
     block_c = min(64 if many else 16, _power(columns))
     blocks = _ceil(columns, block_c)
@@ -112,7 +114,7 @@ def _like(*names: int) -> Callable[..., Any]:
 def conv_norm(
     x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """X + conv(x) + bias, and its LayerNorm."""
+    """The sum x + conv(x) + bias, and its LayerNorm."""
     x = x.contiguous()
     total, normed = torch.empty_like(x), torch.empty_like(x)
     _conv_norm(x, _taps(weight), bias, gamma, beta, total, normed, eps)
@@ -188,7 +190,7 @@ def _norm_backward(
     c = x.shape[-1]
     tokens = x.numel() // c
     blocks = _rows(c)
-    each = _ceil(_ceil(tokens, blocks["BLOCK_T"]), PROGRAMS)
+    each = max(1, _ceil(_ceil(tokens, blocks["BLOCK_T"]), PROGRAMS))
     programs = _ceil(tokens, each * blocks["BLOCK_T"])
     dx = torch.empty_like(x)
     sums = x.new_empty((programs, 3, c), dtype=torch.float32)
@@ -368,7 +370,7 @@ def add_norm(
     beta: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """X + scale (y + bias), and its LayerNorm."""
+    """The sum x + scale (y + bias), and its LayerNorm."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
     normed = torch.empty_like(total)
     _add_norm(x, y.contiguous(), bias, scale, None, gamma, beta, total, normed, eps)
@@ -499,7 +501,7 @@ def mlp_backward(
     block_c = 128 if c % 128 == 0 else 64
     block_t = 2048 // block_c
     channels = _ceil(c, block_c)
-    each = _ceil(_ceil(tokens, block_t) * channels, 4 * PROGRAMS)
+    each = max(1, _ceil(_ceil(tokens, block_t) * channels, 4 * PROGRAMS))
     programs = _ceil(tokens, each * block_t)
     a, dh = torch.empty_like(da), torch.empty_like(da)
     sums = x.new_empty((programs, c), dtype=torch.float32)
@@ -559,7 +561,7 @@ def linear_norm(
     beta: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """X + linear(y) + next_bias, and the LayerNorm of this without `next_bias`."""
+    """The sum x + linear(y) + next_bias, and the LayerNorm of this without `next_bias`."""
     total, normed = torch.empty_like(x), torch.empty_like(x)
     c = x.shape[-1]
     if c > 256:
