@@ -187,17 +187,16 @@ def _prepare(
     cuda, training, dtype = x.is_cuda, task == "training", DTYPES[setting.dtype]
     others = torch.cuda.memory_allocated() - x.nbytes if cuda else 0
     model = create(name, setting.size).to(x.device).train(training)
+    # Latency and "graphs" record every model's step, which takes the CPU out of the measurement.
+    graph = False
     if optimized := ours and setting.optimized:
-        # Latency records a graph of every model.
-        graph = cuda and task != "latency" and not setting.features
+        graph = cuda and task != "latency" and mode != "graphs" and not setting.features
         model = optimize(model, dtype=dtype, cuda_graph=graph)
     else:
         model = model.to(x.dtype)
     call: Any = model.forward_features if setting.features else model
     if mode != "eager" and not optimized:
-        # "graphs" has the compiler record CUDA graphs, which takes the CPU out of the measurement.
-        how = "reduce-overhead" if mode == "graphs" else None
-        call = torch.compile(call, dynamic=False, mode=how)
+        call = torch.compile(call, dynamic=False)
     casts = (training or setting.autocast) and dtype != torch.float32
 
     def cast() -> AbstractContextManager[Any]:
@@ -222,7 +221,8 @@ def _prepare(
     torch.cuda.reset_peak_memory_stats()
     step()
     peak = torch.cuda.max_memory_allocated() - others
-    return (graphed(step) if task == "latency" else step), peak
+    recorded = task == "latency" or (mode == "graphs" and not graph)
+    return (graphed(step) if recorded else step), peak
 
 
 def create(name: str, size: tuple[int, int]) -> nn.Module:

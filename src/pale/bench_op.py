@@ -54,8 +54,20 @@ PIECES: dict[str, Callable[[int, int, int, int], tuple[Any, ...]]] = {
     "conv_norm": lambda *m: (m, (m[3], 1, 3, 3), (m[3],), (m[3],), (m[3],), EPS),
     "conv_three": lambda *m: (m, *[(m[3], 1, 3, 3)] * 3),
     "linear_three": lambda *m: ((3, *m), *[(m[3], m[3])] * 3, *[(m[3],)] * 3),
-    "add_norm": lambda *m: (m, m, (m[3],), None, (m[3],), (m[3],), EPS),
-    "mlp": lambda *m: (m, (4 * m[3], m[3]), (4 * m[3],), (m[3], 4 * m[3]), (m[3],)),
+    "finish": lambda *m: (
+        m,
+        m,
+        (m[3],),
+        None,
+        (m[3],),
+        (m[3],),
+        EPS,
+        (4 * m[3], m[3]),
+        (4 * m[3],),
+        (m[3], 4 * m[3]),
+        (m[3],),
+        None,
+    ),
 }
 
 

@@ -74,6 +74,6 @@ def _device(device: torch.device) -> dict[str, Any]:
         "about": about,
         "backend": name,
         "works": works,
-        "blocks": pieces.unsupported(q.flatten(3)) or "fused kernels",
+        "blocks": pieces.unsupported(q, q[0, 0, 0].numel()) or "fused kernels",
         "others": {other: reason or f"{name} comes first" for other, reason in reasons.items()},
     }

@@ -18,7 +18,7 @@ from .ops.pale_attention import triton_op as attention
 from .ops.sizes import exporting
 
 if TYPE_CHECKING:
-    from .pale_transformer import PaleBlock
+    from .pale_transformer import PaleBlock, PatchMerging
 
 BACKENDS = ("auto", "triton")
 
@@ -26,7 +26,7 @@ BACKENDS = ("auto", "triton")
 def takes(block: PaleBlock, x: Tensor) -> bool:
     """Whether the kernels can run `block` on `x`, (b, h, w, c), and nobody put something of their own into it."""
     attn, mlp = block.attn, block.mlp
-    if pieces.unsupported(x) is not None or exporting():
+    if pieces.unsupported(x, x.shape[-1]) is not None or exporting():
         return False
     if getattr(attn, "backend", None) not in BACKENDS or not untouched(attn, type(attn)):
         return False
@@ -50,11 +50,16 @@ def takes(block: PaleBlock, x: Tensor) -> bool:
     )
 
 
-def takes_norm(layer: nn.LayerNorm, backend: str, x: Tensor) -> bool:
-    """The same for a LayerNorm alone."""
-    if backend not in BACKENDS or pieces.unsupported(x) is not None or exporting():
+def takes_merging(merging: PatchMerging, x: Tensor) -> bool:
+    """The same for a patch merging, of (b, c_in, h, w)."""
+    channels = merging.norm.normalized_shape[0]
+    if pieces.unsupported(x, channels) is not None or exporting():
         return False
-    return untouched(layer, nn.LayerNorm)
+    return (
+        merging.backend in BACKENDS
+        and untouched(merging.conv, nn.Conv2d)
+        and untouched(merging.norm, nn.LayerNorm)
+    )
 
 
 def dtype_of(x: Tensor) -> torch.dtype:
@@ -65,10 +70,34 @@ def dtype_of(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def norm(x: Tensor, layer: nn.LayerNorm) -> Tensor:
-    """LayerNorm in the dtype to compute in."""
-    y: Tensor = pieces.norm(x.to(dtype_of(x)), layer.weight, layer.bias, layer.eps)
+def norm(x: Tensor, layer: nn.LayerNorm, bias: Tensor | None = None) -> Tensor:
+    """LayerNorm of x + bias in the dtype to compute in."""
+    y: Tensor = pieces.norm(x.to(dtype_of(x)), bias, layer.weight, layer.bias, layer.eps)
     return y
+
+
+def cast(dtype: torch.dtype, *weights: Tensor) -> list[Tensor]:
+    """The weights in `dtype`: in one piece, as there are many and most are small."""
+    if all(weight.dtype == dtype for weight in weights):
+        return list(weights)
+    flat = torch.cat([weight.flatten() for weight in weights]).to(dtype)
+    parts = flat.split([weight.numel() for weight in weights])
+    return [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
+
+
+def factors(drop_path: nn.Module, x: Tensor) -> Tensor | None:
+    """Drop path's factor of each image; the module shows it when it is given ones."""
+    if not drop_path.training or isinstance(drop_path, nn.Identity):
+        return None
+    y: Tensor = drop_path(x.new_ones(len(x), 1, 1, 1)).flatten()
+    return y
+
+
+def merge(merging: PatchMerging, x: Tensor) -> Tensor:
+    """`PatchMerging.forward`; the bias of the convolution is added where the norm reads the map."""
+    conv = merging.conv
+    y = conv._conv_forward(x, conv.weight, None).permute(0, 2, 3, 1)
+    return norm(y, merging.norm, conv.bias)
 
 
 def forward(block: PaleBlock, x: Tensor) -> Tensor:
@@ -83,13 +112,12 @@ def forward(block: PaleBlock, x: Tensor) -> Tensor:
     phis = attn.phi_q, attn.phi_k, attn.phi_v
     maps = pieces.conv_three(y, *(phi.depthwise.weight for phi in phis))
     pointwise = [phi.pointwise for phi in phis]
-    weights, biases = [p.weight for p in pointwise], [p.bias for p in pointwise]
-    q, k, v = pieces.linear_three(maps, *weights, *biases)
-    y = F.linear(attn.attend(q, k, v), attn.proj.weight)
-    # Drop path is one factor an image; the module shows it when it is given ones.
-    dropping = block.training and not isinstance(block.drop_path1, nn.Identity)
-    scale = block.drop_path1(x.new_ones(len(x), 1, 1, 1)).flatten() if dropping else None
+    linears = *pointwise, attn.proj, mlp.fc1, mlp.fc2
+    *weights, b_1 = cast(x.dtype, *(layer.weight for layer in linears), mlp.fc1.bias)
+    w_q, w_k, w_v, w_proj, w_1, w_2 = weights
+    q, k, v = pieces.linear_three(maps, w_q, w_k, w_v, *(layer.bias for layer in pointwise))
+    y = F.linear(attn.attend(q, k, v), w_proj)
+    scale, next_scale = factors(block.drop_path1, x), factors(block.drop_path2, x)
     affine = norm2.weight, norm2.bias, norm2.eps
-    x, y = pieces.add_norm(x, y, attn.proj.bias, scale, *affine)
-    y = pieces.mlp(y, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias)
-    return x + block.drop_path2(y)
+    residual = x, y, attn.proj.bias, scale
+    return pieces.finish(*residual, *affine, w_1, b_1, w_2, mlp.fc2.bias, next_scale)

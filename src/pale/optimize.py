@@ -7,7 +7,6 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import fused
@@ -47,31 +46,8 @@ def optimize(
                 if fused.takes(child, like):
                     setattr(module, name, FusedBlock(child))
             elif isinstance(child, PatchMerging):
-                channels = child.norm.normalized_shape[0]
-                like = torch.empty(1, 1, 1, channels, dtype=dtype, device=device)
-                if fused.takes_norm(child.norm, child.backend, like):
-                    setattr(module, name, FusedMerging(child))
+                child.conv.to(memory_format=torch.channels_last)
     return Graphed(model) if cuda_graph else model
-
-
-class FusedMerging(nn.Module):
-    """A `PatchMerging` for inference: the bias of the convolution is added where its norm reads the map."""
-
-    def __init__(self, merging: PatchMerging) -> None:
-        super().__init__()
-        self.conv = merging.conv.to(memory_format=torch.channels_last)
-        self.norm = merging.norm
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, c_in, h, w) -> (b, h / stride, w / stride, c), rounded up."""
-        x = x.contiguous(memory_format=torch.channels_last)
-        conv, norm = self.conv, self.norm
-        x = F.conv2d(x, conv.weight, None, conv.stride, conv.padding).permute(0, 2, 3, 1)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        affine = norm.weight, norm.bias
-        pieces._add_norm(x, None, conv.bias, None, None, *affine, y, y, norm.eps)
-        return y
 
 
 class FusedBlock(nn.Module):

@@ -157,12 +157,9 @@ class PatchMerging(nn.Module):
         """(b, c_in, h, w) -> (b, h / stride, w / stride, c), rounded up."""
         if not exporting():  # which memory format a map has depends on its size
             x = x.contiguous(memory_format=torch.channels_last)
-        x = self.conv(x).permute(0, 2, 3, 1)
-        return (
-            fused.norm(x, self.norm)
-            if fused.takes_norm(self.norm, self.backend, x)
-            else self.norm(x)
-        )
+        if fused.takes_merging(self, x):
+            return fused.merge(self, x)
+        return self.norm(self.conv(x).permute(0, 2, 3, 1))
 
 
 class CPE(DepthwiseConv):

@@ -38,7 +38,7 @@ LARGE = {
     "long": (1, 3, 700, 96),
 }
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
-PIECES = ("conv_norm", "conv_three", "linear_three", "add_norm", "norm", "mlp")
+PIECES = ("conv_norm", "conv_three", "linear_three", "finish", "norm")
 SIZE = (12, 20) if INTERPRETED else (100, 76)
 INFERENCE = ("linear_norm", "mlp_residual")
 
@@ -54,15 +54,26 @@ def arguments(piece: str, shape: tuple[int, ...]) -> list[Tensor | float | None]
     affine = [1 + 0.1 * draw(c), draw(c), 1e-5]
     taps = [draw(c, 1, 3, 3, scale=0.3) for _ in range(3)]
     h = 4 * c
+    scales = [torch.rand(b).double() + 0.5 for _ in range(2)]
     square = [draw(c, c, scale=c**-0.5) for _ in range(3)]
     w_1, w_2 = draw(h, c, scale=c**-0.5), draw(c, h, scale=h**-0.5)
     return {
         "conv_norm": [x, taps[0], draw(c), *affine],
         "conv_three": [x, *taps],
-        "add_norm": [x, draw(*shape), draw(c), torch.rand(b).double() + 0.5, *affine],
-        "norm": [x, *affine],
+        "finish": [
+            x,
+            draw(*shape),
+            draw(c),
+            scales[0],
+            *affine,
+            w_1,
+            draw(h),
+            w_2,
+            draw(c),
+            scales[1],
+        ],
+        "norm": [x, draw(c), *affine],
         "linear_three": [draw(3, *shape), *square, *(draw(c) for _ in range(3))],
-        "mlp": [x, w_1, draw(h), w_2, draw(c)],
         "linear_norm": [x, square[0], draw(c), draw(*shape), draw(c), *affine],
         "mlp_residual": [x, w_1, draw(h), w_2, draw(*shape)],
     }[piece]
@@ -113,20 +124,32 @@ def check(piece: str, values: list[Tensor | float | None], dtype: torch.dtype) -
         assert error <= limit, f"result {i} errs by {error:.2g}, plain PyTorch by {bound:.2g}"
 
 
+# Drop path's factors, which have no gradients, and arguments that may be absent, by position.
+SCALES = {"finish": (3, 11)}
+OPTIONAL = {"finish": (3, 11), "norm": (1,)}
+
+
 def drop(piece: str, values: list) -> list:
-    """The arguments that have gradients: all but drop path's scale."""
-    return [x for i, x in enumerate(values) if not (piece == "add_norm" and i == 3)]
+    """The arguments that have gradients: all but drop path's scales, and what is absent."""
+    return [x for i, x in enumerate(values) if i not in SCALES.get(piece, ()) and x is not None]
 
 
 def call(module, piece: str, values: list):
-    """The piece with drop path's scale put back."""
+    """The piece with drop path's scales and what is absent put back."""
     function = getattr(module, piece)
-    if piece != "add_norm":
-        return function
-    scale = values[3]
-    return lambda x, y, bias, *rest: function(
-        x, y, bias, None if scale is None else scale.to(DEVICE, x.dtype), *rest
-    )
+
+    def complete(*given):
+        rest = iter(given)
+        dtype = given[0].dtype
+        scales = SCALES.get(piece, ())
+        return function(
+            *(
+                None if x is None else x.to(DEVICE, dtype) if i in scales else next(rest)
+                for i, x in enumerate(values)
+            )
+        )
+
+    return complete
 
 
 @kernels
@@ -140,10 +163,20 @@ def test_outputs_and_gradients_err_at_most_twice_as_much_as_plain(shape, piece, 
 
 @kernels
 @needs_triton
-def test_residual_without_drop_path():
-    values = arguments("add_norm", SMALL["ragged"])
-    values[3] = None
-    check("add_norm", values, torch.float32)
+@pytest.mark.parametrize("piece", OPTIONAL)
+def test_without_what_is_optional(piece):
+    values = arguments(piece, SMALL["ragged"])
+    for i in OPTIONAL[piece]:
+        values[i] = None
+    check(piece, values, torch.float32)
+
+
+@kernels
+@needs_triton
+@pytest.mark.parametrize("piece", ["finish", "mlp_residual"])
+def test_few_channels_through_the_kernels_for_many(piece, monkeypatch):
+    monkeypatch.setattr(triton_op, "WHOLE", 0)
+    check(piece, arguments(piece, SMALL["ragged"]), DTYPES[-1])
 
 
 @kernels
@@ -160,22 +193,23 @@ def test_operators_pass_opcheck():
     maps, square = draw(3, *shape), [draw(c, c) for _ in range(3)]
     scale = torch.rand(2, device=DEVICE)
     wide = [draw(64, c), draw(64), draw(c, 64), draw(c)]
+    kept = x, y, x, draw(*shape[:3], 64)
     ops = torch.ops.pale
     calls = [
         (ops.conv_norm, (x, taps[0], *vectors, 1e-5)),
         (ops.conv_three, (x, *taps)),
         (ops.linear_three, (maps, *square, *vectors)),
-        (ops.add_norm, (x, y, vectors[0], scale, *vectors[1:], 1e-5)),
-        (ops.add_norm, (x, y, vectors[0], None, *vectors[1:], 1e-5)),
-        (ops.norm, (x, *vectors[1:], 1e-5)),
-        (ops.mlp, (x, *wide)),
-        (ops.conv_norm_backward, (x, y, x, y, taps[0], vectors[0], 1e-5)),
-        (ops.conv_three_backward, (maps, x, *taps)),
+        (ops.finish, (x, y, vectors[0], scale, *vectors[1:], 1e-5, *wide, scale)),
+        (ops.finish, (x, y, vectors[0], None, *vectors[1:], 1e-5, *wide, None)),
+        (ops.norm, (x, vectors[0], *vectors[1:], 1e-5)),
+        (ops.norm, (x, None, *vectors[1:], 1e-5)),
+        (ops.conv_norm_backward, (x, y, x, y, draw(9, c), vectors[0], 1e-5)),
+        (ops.conv_three_backward, (maps, x, draw(27, c))),
         (ops.linear_three_backward, (x, y, x, maps, *square)),
-        (ops.add_norm_backward, (x, y, x, scale, vectors[0], 1e-5)),
-        (ops.add_norm_backward, (x, y, x, None, vectors[0], 1e-5)),
-        (ops.norm_backward, (x, y, vectors[0], 1e-5)),
-        (ops.mlp_backward, (x, y, draw(*shape[:3], 64), wide[0], wide[2])),
+        (ops.finish_backward, (*kept, scale, scale, vectors[0], wide[0], wide[2], 1e-5)),
+        (ops.finish_backward, (*kept, None, None, vectors[0], wide[0], wide[2], 1e-5)),
+        (ops.norm_backward, (x, y, vectors[0], vectors[1], 1e-5)),
+        (ops.norm_backward, (x, y, None, vectors[1], 1e-5)),
     ]
     for op, args in calls:
         if op.__name__.endswith("backward"):
@@ -215,7 +249,7 @@ def test_model_through_the_kernels_equals_the_plain_one(position):
         torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item() + 1e-6, rtol=1e-3)
     quick = pale.optimize(ours, dtype=torch.float32)
     torch.testing.assert_close(quick(x), expected, atol=1e-5, rtol=1e-4)
-    assert {type(m).__name__ for m in quick.modules()} >= {"FusedBlock", "FusedMerging"}
+    assert {type(m).__name__ for m in quick.modules()} >= {"FusedBlock"}
     assert not any(isinstance(m, PaleBlock) for m in quick.modules())
 
 
@@ -262,7 +296,7 @@ def test_a_hidden_layer_that_the_kernels_cannot_sum_is_computed_plainly():
     triton_op.launches.clear()
     block(torch.randn(1, 2, 3, 32, device=DEVICE)).sum().backward()
     assert block.mlp.fc1.out_features % 16
-    assert not triton_op.launches["mlp"] + triton_op.launches["sum_rows"]
+    assert not triton_op.launches["add_norm"] + triton_op.launches["sum_rows"]
     assert block.mlp.fc1.bias.grad.isfinite().all()
 
 

@@ -15,7 +15,7 @@ def conv_norm(
 ) -> tuple[Tensor, Tensor]:
     """Position encoding, residual and norm: x + conv(x) + bias, and its LayerNorm."""
     x = x + depthwise_conv(x, weight, bias)
-    return x, norm(x, gamma, beta, eps)
+    return x, norm(x, None, gamma, beta, eps)
 
 
 def conv_three(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def linear_three(
     return linear(x[0], w_q, b_q), linear(x[1], w_k, b_k), linear(x[2], w_v, b_v)
 
 
-def add_norm(
+def finish(
     x: Tensor,
     y: Tensor,
     bias: Tensor,
@@ -38,21 +38,28 @@ def add_norm(
     gamma: Tensor,
     beta: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Residual and norm: x + scale (y + bias), and its LayerNorm; `scale` is one number an image, for drop path."""
-    y = y + bias
-    x = x + (y if scale is None else scale.to(y.dtype).view(-1, 1, 1, 1) * y)
-    return x, norm(x, gamma, beta, eps)
+    w_1: Tensor,
+    b_1: Tensor,
+    w_2: Tensor,
+    b_2: Tensor,
+    next_scale: Tensor | None,
+) -> Tensor:
+    """What comes after the projection: residual, norm, MLP, residual.
+
+    Scales are one number an image, for drop path.
+    """
+    x = x + _scaled(y + bias, scale)
+    y = linear(norm(x, None, gamma, beta, eps), w_1, b_1, gelu=True)
+    return x + _scaled(linear(y, w_2, b_2), next_scale)
 
 
-def norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """LayerNorm."""
-    return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
+def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    return x if scale is None else scale.to(x.dtype).view(-1, 1, 1, 1) * x
 
 
-def mlp(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, b_2: Tensor) -> Tensor:
-    """Linear, GELU, linear."""
-    return linear(linear(x, w_1, b_1, gelu=True), w_2, b_2)
+def norm(x: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    """LayerNorm, of x + bias where there is one."""
+    return F.layer_norm(x if bias is None else x + bias, x.shape[-1:], gamma, beta, eps)
 
 
 def linear_norm(
@@ -67,7 +74,7 @@ def linear_norm(
 ) -> tuple[Tensor, Tensor]:
     """The sum x + linear(y) + next_bias, and the LayerNorm of this without `next_bias`."""
     x = x + linear(y, weight, bias)
-    return x + next_bias, norm(x, gamma, beta, eps)
+    return x + next_bias, norm(x, None, gamma, beta, eps)
 
 
 def mlp_residual(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, total: Tensor) -> Tensor:
