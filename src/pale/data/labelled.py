@@ -82,14 +82,26 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any],
     workers: int,
     pin: bool,
+    persistent: bool = False,
 ) -> DataLoader[Any]:
-    """A loader over batches of keys; no more workers than there are cores, as what they give is the same."""
+    """A loader over batches of keys; what it gives does not depend on how many workers there are.
+
+    Args:
+        data: what the keys mean.
+        sampler: lists of keys, with a length.
+        collate_fn: makes a batch of samples.
+        workers: at most; never more than cores or batches.
+        pin: put batches where a GPU can fetch them while it computes.
+        persistent: keep the workers from one pass over the data to the next.
+    """
+    count = min(workers, cores(), len(sampler))  # type: ignore[arg-type]
     return DataLoader(
         data,
         batch_sampler=sampler,
         collate_fn=collate_fn,
-        num_workers=min(workers, cores()),
+        num_workers=count,
         pin_memory=pin,
+        persistent_workers=persistent and count > 0,
         worker_init_fn=leave_signals_to_the_main_process,
     )
 
