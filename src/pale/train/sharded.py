@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -128,7 +129,10 @@ def save(
 
     def write(path: Path) -> None:
         writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
-        dcp_save(tensors, storage_writer=writer)
+        try:
+            dcp_save(tensors, storage_writer=writer)
+        except CheckpointException as error:  # on every process
+            raise OSError(_first(error)) from None
         if world.main:
             torch.save(rest, path / "trainer.pt")
 
@@ -141,7 +145,13 @@ def restore(
     """Put a checkpoint into models and optimizer, and give the rest; either side may be whole or in shards."""
     shards = any(path.glob("shard-*"))
     state = checkpoint.load_trainer(path, device)
-    moments = state["optimizer"]["state"]
+    moments, groups = state["optimizer"]["state"], state["optimizer"]["param_groups"]
+    there, here = (sum(len(g["params"]) for g in gs) for gs in (groups, optimizer.param_groups))
+    if there != here:
+        raise ValueError(
+            f"{path} does not fit this recipe (it holds {there} parameters, the model {here}); "
+            "go on with the recipe of the run"
+        )
     if shards:
         tensors = _states({n: m for n, m in models.items() if n in state["models"]})
         _fill(path, tensors | _moments(moments, optimizer, new=True))
@@ -159,9 +169,7 @@ def restore(
                 if value.ndim:
                     values[name] = like(value, parameter)
     # How to compute is the device's affair, not the checkpoint's.
-    for group, own_group in zip(
-        state["optimizer"]["param_groups"], optimizer.param_groups, strict=True
-    ):
+    for group, own_group in zip(groups, optimizer.param_groups, strict=True):
         group |= {name: own_group[name] for name in ("fused", "foreach")}
     optimizer.load_state_dict(state["optimizer"])
     return state
@@ -171,7 +179,17 @@ def _fill(path: Path, tensors: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         # One process alone reads the shards of several: no group is meant.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
+        try:
+            dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
+        except CheckpointException as error:
+            raise ValueError(
+                f"{path} does not fit this recipe ({_first(error)}); go on with the recipe of the run"
+            ) from None
+
+
+def _first(error: CheckpointException) -> str:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"on process {rank}: {str(cause).strip().splitlines()[0]}"
 
 
 def _states(models: Models) -> dict[str, Any]:
