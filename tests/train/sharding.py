@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from pale.tasks.classification import ClassificationTask
 from pale.train.distributed import World, join
-from pale.train.loop import train
+from pale.train.loop import NonFiniteError, train
 
 if __name__ == "__main__":
     # Not importable by name from here, as torchrun starts this file as a script.
@@ -49,6 +50,25 @@ def fill_the_disk_of_one(folder: Path, world: World) -> None:
     (folder / f"full{world.rank}.txt").write_text(words)
 
 
+def poison_one(folder: Path, world: World) -> None:
+    """Train with whole models, looking later, where the second process has a bad loss in step 4; tells the error."""
+    plain, calls = ClassificationTask.loss, 0
+
+    def loss(self, model, batch):
+        nonlocal calls
+        calls += 1
+        return plain(self, model, batch) * (float("nan") if (world.rank, calls) == (1, 5) else 1)
+
+    ClassificationTask.loss = loss
+    words = "none"
+    try:
+        train(tiny(log_every=100), folder / "bad", world, quiet=True, delayed=True)
+    except NonFiniteError as error:
+        words = str(error)
+    ClassificationTask.loss = plain
+    (folder / f"bad{world.rank}.txt").write_text(words)
+
+
 def main(folder: Path) -> None:
     with join("cpu") as world:
 
@@ -66,6 +86,7 @@ def main(folder: Path) -> None:
         copy(folder / "fsdp", folder / "out_of_shards", 4, world)
         run("out_of_shards", resume=True)
         fill_the_disk_of_one(folder, world)
+        poison_one(folder, world)
 
 
 if __name__ == "__main__":

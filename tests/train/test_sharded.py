@@ -167,6 +167,14 @@ def test_a_full_disk_on_one_process_is_said_by_all_and_loses_nothing(runs):
 
 
 @pytest.mark.slow
+def test_a_bad_loss_on_one_process_stops_all_at_the_same_step_when_looked_at_later(runs):
+    words = [(runs / f"bad{rank}.txt").read_text() for rank in (0, 1)]
+    assert words[0] == words[1]
+    assert words[0].startswith("step 4: loss ")
+    assert [path.name for path in (runs / "bad/checkpoints").iterdir()] == ["step_00000004"]
+
+
+@pytest.mark.slow
 def test_torchrun_recovers_from_a_worker_killed_inside_a_checkpoint_bit_equal(runs, tmp_path):
     recipe, script = tmp_path / "recipe.yaml", tmp_path / "kill.py"
     recipe.write_text(text(tiny(**COUNTS, parallel="fsdp")))

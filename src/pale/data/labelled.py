@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from PIL import Image
@@ -119,10 +121,23 @@ def leave_signals_to_the_main_process(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+_open: WeakSet[Any] = WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    # Python ends with a SIGTERM to its child processes and waits for them; those that pass over it must be told.
+    for iterator in list(_open):
+        iterator._shutdown_workers()
+
+
 def batches(loader: DataLoader[Any]) -> Iterator[Any]:
     """The loader's batches; an error of a worker is its own last line, not a trace."""
     try:
-        yield from loader
+        iterator = iter(loader)
+        if loader.num_workers:
+            _open.add(iterator)
+        yield from iterator
     except ValueError as error:
         last = str(error).strip().splitlines()[-1]
         raise ValueError(last.rpartition("UnreadableImageError: ")[2]) from None

@@ -7,7 +7,7 @@ scale of a GradScaler) must be a tensor on the device that is written in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,9 +31,8 @@ class GraphedStep:
         self.buffers = {name: value.clone() for name, value in _on_device(batch).items()}
         if not self.buffers:
             raise ValueError("a CUDA graph needs a batch with tensors on a CUDA device, got none")
-        self.parameters: Sequence[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        for parameter in model.parameters():
+            parameter.grad = None
         states = [(buffer, buffer.clone()) for buffer in model.buffers()]
         device = next(iter(self.buffers.values())).device
         random = torch.cuda.get_rng_state(device)
@@ -43,11 +42,12 @@ class GraphedStep:
             for _ in range(WARM_UP):
                 compute(self.buffers)
         torch.cuda.current_stream(device).wait_stream(side)
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # the graph has memory of its own
+        # What the warm-up has made is kept. A parameter that no gradient reaches has none, as without a graph.
+        self.grads = [p.grad for p in model.parameters() if p.grad is not None]
         self.graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(self.graph):
+            # Other threads, such as the one that pins batches, may go on meanwhile.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.loss = compute(self.buffers)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
@@ -77,7 +77,7 @@ class GraphedStep:
 
     def zero_grad(self) -> None:
         """Gradients to zero, in place."""
-        torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
+        torch._foreach_zero_(self.grads)
 
 
 def _on_device(batch: dict[str, Any]) -> dict[str, Tensor]:
