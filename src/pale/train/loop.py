@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import math
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +35,7 @@ from .graphed import GraphedStep
 from .guard import LAG, Average, Guard, Seen
 from .log import Display, Log
 from .optim import optimizer, schedule
+from .stop import Stopper
 
 SKIPS_IN_A_ROW = 10
 NAMED_SAMPLES = 4  # of a batch, in the message about a loss that is no number
@@ -61,35 +60,6 @@ class Outcome:
     steps: int
     figures: dict[str, float]
     signal: int | None = None
-
-
-class Stopper:
-    """Turns SIGTERM and the first Ctrl-C into a wish to stop; a second Ctrl-C stops at once."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-    def __init__(self) -> None:
-        self.asked: int | None = None
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self.before = {s: signal.signal(s, self._on_signal) for s in self.SIGNALS}
-        return self
-
-    def _on_signal(self, which: int, frame: FrameType | None) -> None:
-        if self.asked == signal.SIGINT and which == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = which
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        for which, handler in self.before.items():
-            signal.signal(which, handler)
 
 
 class Trainer:
