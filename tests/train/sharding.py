@@ -50,8 +50,8 @@ def fill_the_disk_of_one(folder: Path, world: World) -> None:
     (folder / f"full{world.rank}.txt").write_text(words)
 
 
-def poison_one(folder: Path, world: World) -> None:
-    """Train with whole models, looking later, where the second process has a bad loss in step 4; tells the error."""
+def poison_one(folder: Path, world: World, parallel: str) -> None:
+    """Train, looking later where models are whole, with a bad loss on the second process in step 4; tells the error."""
     plain, calls = ClassificationTask.loss, 0
 
     def loss(self, model, batch):
@@ -62,11 +62,12 @@ def poison_one(folder: Path, world: World) -> None:
     ClassificationTask.loss = loss
     words = "none"
     try:
-        train(tiny(log_every=100), folder / "bad", world, quiet=True, delayed=True)
+        recipe = tiny(log_every=100, parallel=parallel)
+        train(recipe, folder / f"bad_{parallel}", world, quiet=True, delayed=True)
     except NonFiniteError as error:
         words = str(error)
     ClassificationTask.loss = plain
-    (folder / f"bad{world.rank}.txt").write_text(words)
+    (folder / f"bad_{parallel}{world.rank}.txt").write_text(words)
 
 
 def main(folder: Path) -> None:
@@ -77,7 +78,6 @@ def main(folder: Path) -> None:
 
         run("fsdp", parallel="fsdp")
         run("hard", parallel="fsdp", **HARD)
-        run("bf16_ddp", precision="bf16", epochs=1)
         run("bf16_fsdp", parallel="fsdp", precision="bf16", epochs=1)
         copy(folder / "fsdp", folder / "resumed", 4, world)
         run("resumed", resume=True, parallel="fsdp")
@@ -86,7 +86,8 @@ def main(folder: Path) -> None:
         copy(folder / "fsdp", folder / "out_of_shards", 4, world)
         run("out_of_shards", resume=True)
         fill_the_disk_of_one(folder, world)
-        poison_one(folder, world)
+        poison_one(folder, world, "ddp")
+        poison_one(folder, world, "fsdp")
 
 
 if __name__ == "__main__":

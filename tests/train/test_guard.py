@@ -53,7 +53,7 @@ def test_looking_later_changes_rounding_alone(tmp_path):
         assert entry["grad_norm"] == pytest.approx(expected[entry["step"]]["grad_norm"], rel=1e-3)
 
 
-@pytest.mark.parametrize("bad", [0, 4, 7, 8], ids=["first", "middle", "last_but_one", "last"])
+@pytest.mark.parametrize("bad", [0, 4, 8], ids=["first", "middle", "last"])
 def test_a_bad_loss_stops_with_the_state_before_it(tmp_path, monkeypatch, bad):
     later(tmp_path / "good")
     poison(monkeypatch, {bad})

@@ -342,7 +342,7 @@ class Trainer:
                     display.say(f"report: {report.write(self.run)}")
                 return Outcome(self.step, steps, self.figures)
         except ValueError as error:  # of the data, so between two steps
-            if world.size > 1:  # the others are inside a step
+            if self.sharded or not world.main:  # the others, inside a step, cannot join in saving
                 raise ValueError(f"{error}; go on with: pale train --resume {self.run}") from None
             self.save()
             raise ValueError(

@@ -57,7 +57,7 @@ def shard(
         param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False
     )
     for part in blocks(model):
-        if compiled:  # inside the hooks that gather
+        if compiled:  # PyTorch keeps the hooks that gather out of the graph
             part.compile()
         fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
