@@ -1,17 +1,22 @@
 """Models in shards over two processes are the whole model on one, also across checkpoints."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
+import pale
 from pale.recipes.schema import text
-from pale.train import checkpoint
+from pale.train import checkpoint, sharded
 from pale.train.distributed import World
+from pale.train.evaluate import autocast
 from pale.train.log import read
 from pale.train.loop import Trainer, train
 from pale.train.sharded import restore
@@ -221,3 +226,78 @@ def test_one_process_alone_has_nothing_to_cut(tmp_path):
     train(tiny(epochs=1, parallel="fsdp"), tmp_path / "fsdp", ALONE, quiet=True)
     one, two = (load_file(tmp_path / n / "weights.safetensors") for n in ("plain", "fsdp"))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.fixture
+def group():
+    """A group of this process alone: shards that are the whole."""
+    kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_one_shard_gives_the_losses_and_gradients_of_the_model_and_comes_back_from_disk(
+    tmp_path, device, dtype
+):
+    world = World(torch.device(device))
+    model = pale.create_model("pale_nano", num_classes=4)
+    cut = copy.deepcopy(model)
+    sharded.shard(cut, world, dtype)
+    assert all(p.device.type == device and p.dtype == torch.float32 for p in cut.parameters())
+    model.to(device)
+    x = torch.randn(4, 3, 64, 64, device=device)
+    losses = []
+    for network in (model, cut):
+        with autocast(world.device, dtype):
+            loss = network(x).float().logsumexp(1).mean()
+        loss.backward()
+        losses.append(loss.item())
+    rounding = 5e-2 if dtype else 1e-4
+    assert losses[1] == pytest.approx(losses[0], rel=rounding)
+    for (name, p), q in zip(model.named_parameters(), cut.parameters(), strict=True):
+        assert q.grad.dtype == torch.float32
+        error = (sharded.whole(q.grad) - p.grad).norm()
+        assert error <= rounding * p.grad.norm() + 1e-5, name
+    optimizer = torch.optim.AdamW(cut.parameters(), fused=device == "cuda" or None)
+    optimizer.step()
+    before = {n: v.clone() for n, v in sharded.gathered(cut, world).items()}
+    moment = sharded.whole(optimizer.state[cut.head.fc.weight]["exp_avg"]).clone()
+    sharded.save(tmp_path, 1, {"model": cut}, optimizer, {"step": 1}, world)
+    for value in (*cut.parameters(), optimizer.state[cut.head.fc.weight]["exp_avg"]):
+        value.detach().zero_()
+    (path,) = tmp_path.iterdir()
+    assert checkpoint.is_good(path)
+    assert sharded.restore(path, {"model": cut}, optimizer, world.device)["step"] == 1
+    after = sharded.gathered(cut, world)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(value.any() for value in after.values())
+    assert torch.equal(sharded.whole(optimizer.state[cut.head.fc.weight]["exp_avg"]), moment)
+
+
+@pytest.mark.usefixtures("group")
+def test_every_block_is_gathered_on_its_own_and_other_models_as_a_whole():
+    model = pale.create_model("pale_nano", num_classes=4)
+    sharded.shard(model, ALONE, None)
+    cut = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    depths = pale.pale_transformer.PALE_NANO.depths
+    assert cut == ["", *(f"stages.{i}.blocks.{j}" for i, n in enumerate(depths) for j in range(n))]
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    sharded.shard(plain, ALONE, None)
+    assert [isinstance(m, FSDPModule) for m in plain.modules()] == [True, False]
+
+
+@pytest.mark.usefixtures("group")
+def test_an_average_is_not_evaluated_with_what_an_earlier_evaluation_gathered():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2)).requires_grad_(False)
+    sharded.shard(model, ALONE, None)
+    x = torch.ones(1, 2)
+    first = model(x)
+    sharded.reshard(model)
+    for parameter in model.parameters():
+        parameter.add_(1)
+    assert not torch.equal(model(x), first)
