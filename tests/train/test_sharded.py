@@ -11,12 +11,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import pale
 from pale.recipes.schema import text
 from pale.train import checkpoint, sharded
 from pale.train.distributed import World
-from pale.train.evaluate import autocast
+from pale.train.evaluate import Evaluation, autocast
 from pale.train.log import read
 from pale.train.loop import Trainer, train
 from pale.train.sharded import restore
@@ -292,12 +293,12 @@ def test_every_block_is_gathered_on_its_own_and_other_models_as_a_whole():
 
 
 @pytest.mark.usefixtures("group")
-def test_an_average_is_not_evaluated_with_what_an_earlier_evaluation_gathered():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2)).requires_grad_(False)
+def test_nothing_stays_gathered_after_an_evaluation():
+    task = tiny().task()
+    model = task.model()
     sharded.shard(model, ALONE, None)
-    x = torch.ones(1, 2)
-    first = model(x)
-    sharded.reshard(model)
-    for parameter in model.parameters():
-        parameter.add_(1)
-    assert not torch.equal(model(x), first)
+    with torch.no_grad():
+        model(torch.ones(1, 3, 32, 32))
+    assert not all(isinstance(p, DTensor) for p in model.parameters())
+    Evaluation(task, ALONE, 4, 0, even=True).run(model, None)
+    assert all(isinstance(p, DTensor) for p in model.parameters())

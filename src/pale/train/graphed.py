@@ -53,7 +53,7 @@ class GraphedStep:
             reason = str(error).strip().splitlines()[0]
             raise RuntimeError(
                 f"this model's step cannot be recorded as a CUDA graph ({reason}); set cuda_graph=false. "
-                "model.checkpointing and whatever waits for the device stand in the way"
+                "what waits for the device cannot be recorded, and model.checkpointing may not be"
             ) from error
         with torch.no_grad():
             for buffer, before in states:

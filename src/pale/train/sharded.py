@@ -69,7 +69,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of what a forward pass without a backward pass has gathered, or it would be used again when stale."""
+    """Let go of what a forward pass has gathered that no backward pass follows."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
