@@ -15,7 +15,8 @@ def save(folder: Path, step: int, size: int = 10) -> Path:
 
 def test_what_is_saved_is_loaded(tmp_path):
     path = save(tmp_path, 3)
-    models, state = checkpoint.load(path, torch.device("cpu"))
+    models = checkpoint.load_models(path)
+    state = checkpoint.load_trainer(path, torch.device("cpu"))
     assert torch.equal(models["model"]["w"], torch.full((10,), 3.0))
     assert state["step"] == 3
     assert torch.equal(state["x"], torch.ones(2))

@@ -36,11 +36,13 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def torchrun(*arguments: object, script: tuple[str, ...] = ("-m", "pale")) -> None:
+def torchrun(
+    *arguments: object, script: tuple[str, ...] = ("-m", "pale"), restarts: int = 0
+) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    restarts = ["--max-restarts=1"] if script[0] != "-m" else []
+    limit = [f"--max-restarts={restarts}"] if restarts else []
     done = subprocess.run(
-        [*command, *restarts, *script, *map(str, arguments)],
+        [*command, *limit, *script, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -98,7 +100,7 @@ def test_torchrun_recovers_from_a_killed_worker(tmp_path, alone):
     recipe.write_text(text(tiny(data__val_samples=13, saving__every_steps=2)))
     script.write_text(DIE_ONCE)
     run = tmp_path / "run"
-    torchrun("train", "--config", recipe, "--output", run, script=(str(script),))
+    torchrun("train", "--config", recipe, "--output", run, script=(str(script),), restarts=1)
     starts = [entry for entry in read(run / "log.jsonl") if entry["event"] == "start"]
     assert [start["step"] for start in starts] == [0, 4]
     check(run, alone)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from PIL import Image
@@ -82,14 +84,26 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any],
     workers: int,
     pin: bool,
+    persistent: bool = False,
 ) -> DataLoader[Any]:
-    """A loader over batches of keys; no more workers than there are cores, as what they give is the same."""
+    """A loader over batches of keys; what it gives does not depend on how many workers there are.
+
+    Args:
+        data: what the keys mean.
+        sampler: lists of keys, with a length.
+        collate_fn: makes a batch of samples.
+        workers: at most; never more than cores or batches.
+        pin: put batches where a GPU can fetch them while it computes.
+        persistent: keep the workers from one pass over the data to the next.
+    """
+    count = min(workers, cores(), len(sampler))  # type: ignore[arg-type]
     return DataLoader(
         data,
         batch_sampler=sampler,
         collate_fn=collate_fn,
-        num_workers=min(workers, cores()),
+        num_workers=count,
         pin_memory=pin,
+        persistent_workers=persistent and count > 0,
         worker_init_fn=leave_signals_to_the_main_process,
     )
 
@@ -107,10 +121,23 @@ def leave_signals_to_the_main_process(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+_open: WeakSet[Any] = WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    # Python ends with a SIGTERM to its child processes and waits for them; those that pass over it must be told.
+    for iterator in list(_open):
+        iterator._shutdown_workers()
+
+
 def batches(loader: DataLoader[Any]) -> Iterator[Any]:
     """The loader's batches; an error of a worker is its own last line, not a trace."""
     try:
-        yield from loader
+        iterator = iter(loader)
+        if loader.num_workers:
+            _open.add(iterator)
+        yield from iterator
     except ValueError as error:
         last = str(error).strip().splitlines()[-1]
         raise ValueError(last.rpartition("UnreadableImageError: ")[2]) from None

@@ -56,6 +56,10 @@ class Recipe(Settings):
         batch: images a step, over all processes and accumulation.
         accumulate: pieces in which a process computes its part of the batch.
         precision: auto is bf16 on CUDA and fp32 elsewhere.
+        parallel: how several processes share the work: ddp holds the whole model on each, fsdp a shard of it, where it
+            does not fit; a run can go on with the other.
+        compile: torch.compile the model.
+        cuda_graph: record a step's forward and backward pass and launch it as one, on one GPU.
         ema: decay of the moving average of the weights, which is then what is evaluated and saved.
         on_nonfinite: stop at a loss or gradient that is no number, or skip the step.
         tensorboard: also write the log's figures for TensorBoard, into the run's folder.
@@ -71,7 +75,9 @@ class Recipe(Settings):
     accumulate: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0)
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     compile: bool = False
+    cuda_graph: bool = False
     ema: float | None = Field(default=None, gt=0, lt=1)
     on_nonfinite: Literal["stop", "skip"] = "stop"
     eval_every: int = Field(default=1, ge=1)
@@ -81,6 +87,18 @@ class Recipe(Settings):
     saving: Saving = Saving()
     reported: Reported | None = None
     required: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _parallel_fits(self) -> Recipe:
+        if self.parallel == "fsdp" and self.precision == "fp16":
+            raise ValueError(
+                "parallel=fsdp works in bf16 and fp32, got precision=fp16; take bf16, which needs no scaler"
+            )
+        if self.parallel == "fsdp" and self.cuda_graph:
+            raise ValueError(
+                "cuda_graph=true records a step on one GPU, got parallel=fsdp; leave one out"
+            )
+        return self
 
     def task(self, classes: Sequence[str] | None = None) -> Task:
         """The task that the recipe describes; with `classes`, for evaluation alone."""

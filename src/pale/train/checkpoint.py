@@ -2,7 +2,8 @@
 
 checkpoints/step_00000120/ holds model.safetensors, ema.safetensors (where there is one), trainer.pt (what
 else is needed to go on: tensors and numbers, read with weights_only) and manifest.json with size and
-SHA-256 of each.
+SHA-256 of each. A model in shards has a file shard-*.safetensors for each process in place of the first two
+(`sharded.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor
 
 from .. import weights as weight_files
+from .distributed import World
 
+ALONE = World(torch.device("cpu"))
 Tensors = Mapping[str, Tensor]
 
 
@@ -30,7 +33,7 @@ def save(
     trainer: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> Path:
-    """Write a checkpoint: files, sums, everything on disk, and only then its name.
+    """Write a checkpoint of whole models.
 
     Args:
         folder: of all checkpoints of the run.
@@ -39,28 +42,60 @@ def save(
         trainer: whatever else is needed to go on.
         about: goes into the header of the weights.
     """
-    target = folder / f"step_{step:08d}"
-    if is_good(target):
-        return target
-    temporary = folder / f".{target.name}.{os.getpid()}"
-    try:
-        _remove(temporary)
-        temporary.mkdir(parents=True)
+
+    def write(path: Path) -> None:
         for name, tensors in models.items():
-            weight_files.save(temporary / f"{name}.safetensors", tensors, about)
-        torch.save(dict(trainer), temporary / "trainer.pt")
-        manifest = {}
-        for file in sorted(temporary.iterdir()):
-            manifest[file.name] = {"bytes": file.stat().st_size, "sha256": _sum(file)}
+            weight_files.save(path / f"{name}.safetensors", tensors, about)
+        torch.save(dict(trainer), path / "trainer.pt")
+
+    return save_files(folder, step, write, ALONE)
+
+
+def save_files(folder: Path, step: int, write: Callable[[Path], None], world: World) -> Path:
+    """Write a checkpoint: files, sums, everything on disk, and only then its name.
+
+    Args:
+        folder: of all checkpoints of the run.
+        step: how many steps are done.
+        write: puts its files into a folder, on each process.
+        world: the processes that write, all of which call this.
+    """
+    target = folder / f"step_{step:08d}"
+    temporary = folder / f".{target.name}.{os.getpid()}"
+    temporary = world.share(None if world.main and is_good(target) else temporary)
+    if temporary is None:
+        return target
+
+    def prepare() -> None:
+        if world.main:
+            _remove(temporary)
+            temporary.mkdir(parents=True)
+
+    def sums() -> dict[str, Any]:
+        files = {}
+        for file in sorted(temporary.iterdir())[world.rank :: world.size]:
+            files[file.name] = {"bytes": file.stat().st_size, "sha256": _sum(file)}
             _sync(file)
+        return files
+
+    def finish(manifest: dict[str, Any]) -> None:
+        if not world.main:
+            return
         (temporary / "manifest.json").write_text(json.dumps({"step": step, "files": manifest}))
         _sync(temporary / "manifest.json")
         _sync(temporary)
         _remove(target)  # one that is not good
         temporary.rename(target)
         _sync(folder)
+
+    try:
+        _together(world, prepare)
+        _together(world, lambda: write(temporary))
+        parts = _together(world, sums)
+        _together(world, lambda: finish({name: e for part in parts for name, e in part.items()}))
     except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if world.main:
+            shutil.rmtree(temporary, ignore_errors=True)
         last = newest(folder)
         kept = f"{last} is the last good one" if last else "there is none yet"
         raise OSError(
@@ -68,6 +103,22 @@ def save(
             f"make room and go on with: pale train --resume {folder.parent}"
         ) from error
     return target
+
+
+def _together(world: World, action: Callable[[], Any]) -> list[Any]:
+    """What each process gives; an error on one is an error on all, so that none waits for ever."""
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    told = world.gather((result, None if error is None else str(error)))
+    if error is not None:
+        raise error
+    for rank, (_, words) in enumerate(told):
+        if words is not None:
+            raise OSError(f"on process {rank}: {words}")
+    return [result for result, _ in told]
 
 
 def newest(folder: Path, warn: Callable[[str], None] = lambda text: None) -> Path | None:
@@ -79,12 +130,16 @@ def newest(folder: Path, warn: Callable[[str], None] = lambda text: None) -> Pat
     return None
 
 
-def load(path: Path, device: torch.device) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Models by name, and the rest."""
-    models = {
+def load_models(path: Path) -> dict[str, dict[str, Tensor]]:
+    """Whole weights by name, "model" and "ema"."""
+    return {
         file.stem: weight_files.load(file).tensors for file in sorted(path.glob("*.safetensors"))
     }
-    return models, torch.load(path / "trainer.pt", map_location=device, weights_only=True)
+
+
+def load_trainer(path: Path, device: torch.device) -> dict[str, Any]:
+    """The rest."""
+    return torch.load(path / "trainer.pt", map_location=device, weights_only=True)
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -36,6 +36,11 @@ class World:
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return [bool(value) for value in values.tolist()]
 
+    def max_(self, value: torch.Tensor) -> None:
+        """Set a tensor on the device to the greatest of all processes; the host does not wait."""
+        if self.size > 1:
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+
     def mean(self, value: float) -> float:
         """The mean over the processes."""
         if self.size == 1:

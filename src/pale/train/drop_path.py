@@ -57,4 +57,7 @@ class DropPaths:
         generator = torch.Generator().manual_seed(number(self.seed, step))
         chance = torch.rand(len(self.masks), self.batch, generator=generator)
         chance = chance[:, torch.from_numpy(positions)]
-        self.masks.copy_((chance < self.keep) / self.keep)
+        masks = (chance < self.keep) / self.keep
+        if self.masks.is_cuda:  # from pinned memory, so that nothing waits for the GPU
+            masks = masks.pin_memory()
+        self.masks.copy_(masks, non_blocking=True)

@@ -12,32 +12,56 @@ from torch.utils.data import Sampler
 from ..data.labelled import batches, make_loader
 from ..tasks import Metric, Task
 from .distributed import World
+from .sharded import reshard
 
 
 class Share(Sampler[list[tuple[int, int]]]):
-    """The validation keys of one process, in batches."""
+    """The validation keys of one process, in batches.
 
-    def __init__(self, samples: int, batch: int, world: World) -> None:
+    Args:
+        samples: size of the validation set.
+        batch: images a batch.
+        world: the processes.
+        even: as many batches on each process, for models whose forward pass all processes make together; from
+            number `own` on they do not count.
+    """
+
+    def __init__(self, samples: int, batch: int, world: World, even: bool = False) -> None:
         self.indices = range(world.rank, samples, world.size)
         self.batch = batch
+        self.own = -(-len(self.indices) // batch)
+        most = -(-samples // world.size)  # images of the first process
+        self.batches = -(-most // batch) if even else self.own
 
     def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch)
+        return self.batches
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for i in range(0, len(self.indices), self.batch):
             yield [(0, index) for index in self.indices[i : i + self.batch]]
+        for _ in range(self.own, self.batches):
+            yield [(0, 0)]
 
 
 class Evaluation:
-    """The validation set of a task, loaded again for each evaluation."""
+    """The validation set of a task.
 
-    def __init__(self, task: Task, world: World, batch: int, workers: int) -> None:
+    Args:
+        task: whose data and metric.
+        world: the processes.
+        batch: images a batch.
+        workers: reading processes; they stay between evaluations, as starting them costs more than a small set.
+        even: see `Share`.
+    """
+
+    def __init__(
+        self, task: Task, world: World, batch: int, workers: int, even: bool = False
+    ) -> None:
         self.task, self.world = task, world
         data = task.val_data()
-        share = Share(len(data), batch, world)  # type: ignore[arg-type]
+        self.share = Share(len(data), batch, world, even)  # type: ignore[arg-type]
         pin = world.device.type == "cuda"
-        self.loader = make_loader(data, share, task.collate, workers, pin)
+        self.loader = make_loader(data, self.share, task.collate, workers, pin, persistent=True)
 
     @torch.no_grad()
     def run(self, model: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str, float], Metric]:
@@ -45,12 +69,14 @@ class Evaluation:
         training, metric = model.training, self.task.metric()
         model.eval()
         try:
-            for batch in batches(self.loader):
+            for i, batch in enumerate(batches(self.loader)):
                 prepared = self.task.prepare(to_device(batch, self.world.device), None)
+                counts = metric if i < self.share.own else self.task.metric()
                 with autocast(self.world.device, dtype):
-                    metric.update(model, prepared)
+                    counts.update(model, prepared)
         finally:
             model.train(training)
+            reshard(model)
         return metric.merge(self.world.gather(metric.state())), metric
 
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 import json
 import math
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
-from timm.utils import ModelEmaV3
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import weights as weight_files
@@ -29,13 +26,16 @@ from ..data.draws import number
 from ..data.labelled import batches, make_loader
 from ..data.stream import Stream, StreamSampler
 from ..recipes.schema import Recipe, text
-from . import checkpoint, report
+from . import checkpoint, report, sharded
 from .distributed import World
 from .drop_path import DropPaths
 from .environment import environment
 from .evaluate import Evaluation, autocast, to_device
+from .graphed import GraphedStep
+from .guard import LAG, Average, Guard, Seen
 from .log import Display, Log
 from .optim import optimizer, schedule
+from .stop import Stopper
 
 SKIPS_IN_A_ROW = 10
 NAMED_SAMPLES = 4  # of a batch, in the message about a loss that is no number
@@ -62,35 +62,6 @@ class Outcome:
     signal: int | None = None
 
 
-class Stopper:
-    """Turns SIGTERM and the first Ctrl-C into a wish to stop; a second Ctrl-C stops at once."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-    def __init__(self) -> None:
-        self.asked: int | None = None
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self.before = {s: signal.signal(s, self._on_signal) for s in self.SIGNALS}
-        return self
-
-    def _on_signal(self, which: int, frame: FrameType | None) -> None:
-        if self.asked == signal.SIGINT and which == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = which
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        for which, handler in self.before.items():
-            signal.signal(which, handler)
-
-
 class Trainer:
     """A run: everything that a checkpoint holds, and how to make a step.
 
@@ -98,9 +69,18 @@ class Trainer:
         recipe: what to do.
         run: the run's folder.
         world: the processes.
+        delayed: whether a step is looked at one step later (`guard.py`); by default on CUDA, where looking at once
+            makes the CPU wait. fp16 and shards are always looked at at once.
     """
 
-    def __init__(self, recipe: Recipe, run: Path, world: World) -> None:
+    def __init__(
+        self, recipe: Recipe, run: Path, world: World, delayed: bool | None = None
+    ) -> None:
+        cuda = world.device.type == "cuda"
+        if recipe.cuda_graph and cuda and world.size > 1:
+            raise ValueError(
+                f"cuda_graph=true works on one process, got {world.size}; take --compile true instead"
+            )
         self.recipe, self.run, self.world = recipe, run, world
         self.task = recipe.task()
         self.data = self.task.train_data()
@@ -108,26 +88,47 @@ class Trainer:
         self.sampler = StreamSampler(
             self.stream, 0, world.rank, world.size, recipe.accumulate
         )  # checks that the batch can be shared out
-        torch.manual_seed(recipe.seed)
-        self.model = self.task.model().to(world.device).train()
-        piece = recipe.batch // (world.size * recipe.accumulate)
-        self.drop_paths = DropPaths(self.model, recipe.batch, piece, recipe.seed)
-        self.optimizer = optimizer(self.model, recipe)
-        self.schedule = schedule(self.optimizer, recipe, self.stream.steps, self.stream.samples)
-        self.ema = ModelEmaV3(self.model, decay=recipe.ema) if recipe.ema else None
         self.dtype = _dtype(recipe.precision, world.device)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
+        self.sharded = recipe.parallel == "fsdp" and world.size > 1
+        torch.manual_seed(recipe.seed)
+        self.model = self.task.model().train()
+        if not self.sharded:  # else it may not fit
+            self.model.to(world.device)
+        self.ema = Average(self.model, recipe.ema) if recipe.ema else None
+        if self.sharded:
+            for name, model in self.models.items():
+                compiled = recipe.compile and name == "model"
+                sharded.shard(model, world, self.dtype, compiled)
+        piece = recipe.batch // (world.size * recipe.accumulate)
+        self.drop_paths = DropPaths(self.model, recipe.batch, piece, recipe.seed)
+        self.delayed = (cuda if delayed is None else delayed) and not (
+            self.scaler.is_enabled() or self.sharded
+        )
+        limit = SKIPS_IN_A_ROW if recipe.on_nonfinite == "skip" else 1
+        self.guard = Guard(world, limit) if self.delayed else None
+        self.optimizer = optimizer(self.model, recipe, fused=self.delayed)
+        self.schedule = schedule(self.optimizer, recipe, self.stream.steps, self.stream.samples)
         self.step, self.evaluated, self.best, self.skipped = 0, 0, -math.inf, 0
         self.figures: dict[str, float] = {}
         self.events: Log | None = None
-        self.evaluation = Evaluation(self.task, world, max(piece, 1), recipe.workers)
-        self.ddp = DistributedDataParallel(self.model) if world.size > 1 else None
-        if world.device.type == "cuda":
+        self.evaluation = Evaluation(
+            self.task, world, max(piece, 1), recipe.workers, even=self.sharded
+        )
+        several = world.size > 1 and not self.sharded
+        self.ddp = DistributedDataParallel(self.model) if several else None
+        if cuda:
             # With torch 2.11 a compiled model stayed at chance on cuDNN's attention.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.network: Any = self.ddp or self.model
-        if recipe.compile:
+        if recipe.compile and not self.sharded:
             self.network = torch.compile(self.network)
+        self.graphed: GraphedStep | None = None
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """What checkpoints hold."""
+        return {"model": self.model} | ({"ema": self.ema.module} if self.ema else {})
 
     @property
     def checkpoints(self) -> Path:
@@ -145,11 +146,7 @@ class Trainer:
         path = self.world.share(path)
         if path is None:
             return
-        models, state = checkpoint.load(path, self.world.device)
-        self.model.load_state_dict(models["model"])
-        if self.ema:
-            self.ema.module.load_state_dict(models.get("ema", models["model"]))
-        self.optimizer.load_state_dict(state["optimizer"])
+        state = sharded.restore(path, self.models, self.optimizer, self.world.device)
         self.scaler.load_state_dict(state["scaler"])
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.best, self.figures = state["best"], state["figures"]
@@ -160,22 +157,24 @@ class Trainer:
             )
 
     def save(self) -> None:
-        """Write a checkpoint, on the main process."""
-        if not self.world.main:
-            return
-        models = {"model": self.model.state_dict()}
-        if self.ema:
-            models["ema"] = self.ema.module.state_dict()
+        """Write a checkpoint, on the main process, or in shards on all."""
+        self.settle()
         state = {
             "step": self.step,
             "evaluated": self.evaluated,
             "best": self.best,
             "figures": self.figures,
-            "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
-        checkpoint.save(self.checkpoints, self.step, models, state, self._about())
-        checkpoint.prune(self.checkpoints, self.recipe.saving.keep)
+        folder = self.checkpoints
+        if self.sharded:
+            sharded.save(folder, self.step, self.models, self.optimizer, state, self.world)
+        elif self.world.main:
+            models = {name: model.state_dict() for name, model in self.models.items()}
+            state["optimizer"] = self.optimizer.state_dict()
+            checkpoint.save(folder, self.step, models, state, self._about())
+        if self.world.main:
+            checkpoint.prune(folder, self.recipe.saving.keep)
 
     def _about(self) -> dict[str, Any]:
         return {
@@ -187,16 +186,18 @@ class Trainer:
 
     def evaluate(self, display: Display) -> None:
         """Evaluate, tell, and write the weights for use: the newest, and the best so far."""
+        self.settle()
         self.figures, metric = self.evaluation.run(self.evaluated_model, self.dtype)
         self.evaluated = self.step
         names = ["weights.safetensors"]
         if (score := self.figures[self.task.best]) > self.best:
             self.best = score
             names.append("best.safetensors")
+        tensors = sharded.gathered(self.evaluated_model, self.world)
         if self.world.main:
             details = json.dumps(metric.details())
             checkpoint.write_file(self.run / "evaluation.json", lambda path: _write(path, details))
-            tensors, about = self.evaluated_model.state_dict(), self._about()
+            about = self._about()
             for name in names:
                 checkpoint.write_file(
                     self.run / name, lambda path: weight_files.save(path, tensors, about)
@@ -206,7 +207,7 @@ class Trainer:
         figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
         display.evaluated(f"after epoch {epoch:.2f}: {figures}")
 
-    def make_step(self, iterator: Iterator[Any]) -> dict[str, float]:
+    def make_step(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """One step of the optimizer: gradients of all pieces, clipping, update, average."""
         recipe, world = self.recipe, self.world
         self.schedule.step_update(self.step)
@@ -221,41 +222,83 @@ class Trainer:
             batch = self.task.prepare(to_device(batch, world.device), self.step)
             last = i == recipe.accumulate - 1
             with nullcontext() if last or self.ddp is None else self.ddp.no_sync():
-                with autocast(world.device, self.dtype):
-                    loss = self.task.loss(self.network, batch)
-                self.scaler.scale(loss / recipe.accumulate).backward()
-            losses.append(loss.detach())
+                losses.append(self._compute(batch))
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optim.clip or math.inf)
-        mean = torch.stack(losses).mean().item()
+        clip = recipe.optim.clip or math.inf
+        norm = sharded.whole(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
+        loss = torch.stack(losses).mean()
+        self._update(loss, norm, torch.cat(keys))
+        self._zero_grad()
+        self.step += 1
+        self.settle(LAG)
+        return {"loss": loss, "grad_norm": norm, "waited": waited}
+
+    def _compute(self, batch: dict[str, Any]) -> Tensor:
+        """The loss of a prepared batch, with its gradients added."""
+        if not self.recipe.cuda_graph or self.world.device.type != "cuda":
+            return self._forward_backward(batch)
+        if self.graphed is None:
+            self.graphed = GraphedStep(self._forward_backward, self.model, batch)
+        return self.graphed(batch)
+
+    def _forward_backward(self, batch: dict[str, Any]) -> Tensor:
+        with autocast(self.world.device, self.dtype):
+            loss = self.task.loss(self.network, batch)
+        self.scaler.scale(loss / self.recipe.accumulate).backward()
+        return loss.detach()
+
+    def _zero_grad(self) -> None:
+        if self.graphed:
+            self.graphed.zero_grad()
+        else:
+            self.optimizer.zero_grad()
+
+    def _update(self, loss: Tensor, norm: Tensor, keys: Tensor) -> None:
+        """Let the optimizer and the average go a step, but not with what is no number."""
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        if self.guard:
+            skip = self.guard.look(self.step, lr, keys, loss, norm)
+            self.optimizer.found_inf = skip  # type: ignore[attr-defined]
+            self.optimizer.step()
+            if self.ema:
+                self.ema.update_unless(skip, self.model)
+            return
+        mean, length = loss.item(), norm.item()
         # With fp16 an infinite gradient is ordinary: the scaler skips the step and tries a smaller scale.
-        bad = not math.isfinite(mean) or not (self.scaler.is_enabled() or norm.isfinite().item())
-        if world.any(bad)[0]:
-            self._nonfinite(mean, float(norm), torch.cat(keys), bad)
+        bad = not math.isfinite(mean) or not (self.scaler.is_enabled() or math.isfinite(length))
+        if self.world.any(bad)[0]:
+            self._nonfinite(Seen(self.step, lr, keys, mean, length, True), bad)
         else:
             self.scaler.step(self.optimizer)
             if self.ema:
                 self.ema.update(self.model)
             self.skipped = 0
         self.scaler.update()
-        self.optimizer.zero_grad()
-        self.step += 1
-        return {"loss": mean, "grad_norm": float(norm), "waited": waited}
 
-    def _nonfinite(self, loss: float, norm: float, keys: torch.Tensor, bad: bool) -> None:
-        names = [self.task.sample_name(int(index)) for _, index in keys[:NAMED_SAMPLES]]
-        told = self.world.gather((loss, norm, names) if bad else None)
+    def settle(self, lag: int = 0) -> None:
+        """Look at the steps that were made, but for the last `lag`."""
+        for seen in self.guard.seen(lag) if self.guard else ():
+            if seen.bad:
+                self._nonfinite(seen, seen.own)
+            else:
+                self.skipped = 0
+
+    def _nonfinite(self, seen: Seen, own: bool) -> None:
+        names = [self.task.sample_name(int(index)) for _, index in seen.keys[:NAMED_SAMPLES]]
+        told = self.world.gather((seen.loss, seen.norm, names) if own else None)
         loss, norm, names = next(entry for entry in told if entry is not None)
-        lr = max(group["lr"] for group in self.optimizer.param_groups)
         message = (
-            f"step {self.step}: loss {loss:g}, gradient norm {norm:g} at learning rate {lr:.3g}, "
+            f"step {seen.step}: loss {loss:g}, gradient norm {norm:g} at learning rate {seen.lr:.3g}, "
             f"on a batch of {', '.join(names)} and others"
         )
         self.skipped += 1
         if self.recipe.on_nonfinite == "skip" and self.skipped < SKIPS_IN_A_ROW:
-            self.log("skipped", step=self.step, message=message)
+            self.log("skipped", step=seen.step, message=message)
             return
-        self.optimizer.zero_grad()
+        self._zero_grad()
+        self.step = seen.step  # where the weights still are
+        if self.guard:
+            self.guard.pending.clear()
         self.save()
         raise NonFiniteError(
             f"{message}; the weights before this step are saved. Lower optim.lr, set "
@@ -282,6 +325,8 @@ class Trainer:
             with Stopper() as stopper, display:
                 self.log("start", step=self.step, steps=steps, **environment(world))
                 display.say(self._opening())
+                if recipe.cuda_graph and world.device.type != "cuda":
+                    display.say("cuda_graph=true changes nothing here: there is no CUDA device")
                 stopped = self._loop(batches(loader), stopper, display)
                 if stopped:
                     self.save()
@@ -297,6 +342,8 @@ class Trainer:
                     display.say(f"report: {report.write(self.run)}")
                 return Outcome(self.step, steps, self.figures)
         except ValueError as error:  # of the data, so between two steps
+            if self.sharded or not world.main:  # the others, inside a step, cannot join in saving
+                raise ValueError(f"{error}; go on with: pale train --resume {self.run}") from None
             self.save()
             raise ValueError(
                 f"{error}; step {self.step} is saved, go on with: pale train --resume {self.run}"
@@ -308,13 +355,16 @@ class Trainer:
     def _opening(self) -> str:
         recipe, lr = self.recipe, self.recipe.peak_lr
         scaled = f" = {recipe.optim.lr:g} x {recipe.batch} / {recipe.optim.lr_batch}"
+        shards = ", the model in shards" if self.sharded else ""
         parts = f"{self.world.size} x {recipe.accumulate} x {recipe.batch // self.world.size // recipe.accumulate}"
         return (
             f"{recipe.name}: {self.stream.samples} images, {len(self.task.classes)} classes, "
             f"steps {self.step} to {self.stream.steps}, batch {recipe.batch} = {parts} "
             f"(processes x accumulate x images), learning rate {lr:.3g}"
             f"{scaled if recipe.optim.scale_lr else ' (not scaled)'}, "
-            f"{self.dtype or torch.float32} on {self.world.device.type}".replace("torch.", "")
+            f"{self.dtype or torch.float32} on {self.world.device.type}{shards}".replace(
+                "torch.", ""
+            )
         )
 
     def _loop(self, iterator: Iterator[Any], stopper: Stopper, display: Display) -> int | None:
@@ -329,6 +379,7 @@ class Trainer:
             done = self.make_step(iterator)
             waited += done["waited"]
             if self.step % recipe.log_every == 0 or self.step in (1, steps):
+                self.settle()
                 now = time.monotonic()
                 values = self._figures(done, self.step - logged_step, now - logged, waited)
                 logged, logged_step, waited = now, self.step, 0.0
@@ -351,15 +402,15 @@ class Trainer:
         return None
 
     def _figures(
-        self, done: dict[str, float], steps: int, seconds: float, waited: float
+        self, done: dict[str, Any], steps: int, seconds: float, waited: float
     ) -> dict[str, Any]:
         cuda = self.world.device.type == "cuda"
         return {
             "step": self.step,
             "epoch": self.step * self.recipe.batch / self.stream.samples,
-            "loss": self.world.mean(done["loss"]),
+            "loss": self.world.mean(float(done["loss"])),
             "lr": max(group["lr"] for group in self.optimizer.param_groups),
-            "grad_norm": done["grad_norm"],
+            "grad_norm": float(done["grad_norm"]),
             "images_per_s": steps * self.recipe.batch / max(seconds, 1e-9),
             "data_wait": min(1.0, waited / max(seconds, 1e-9)),
             "memory_mb": torch.cuda.max_memory_allocated() / 2**20 if cuda else None,
@@ -373,7 +424,12 @@ def _dtype(precision: str, device: torch.device) -> torch.dtype | None:
 
 
 def train(
-    recipe: Recipe, run: Path, world: World, resume: bool = False, quiet: bool = False
+    recipe: Recipe,
+    run: Path,
+    world: World,
+    resume: bool = False,
+    quiet: bool = False,
+    delayed: bool | None = None,
 ) -> Outcome:
     """Train by a recipe in the folder `run`.
 
@@ -383,8 +439,9 @@ def train(
         world: the processes, from `distributed.join`.
         resume: go on from the newest good checkpoint in `run`.
         quiet: show nothing.
+        delayed: as for `Trainer`.
     """
-    trainer = Trainer(recipe, run, world)
+    trainer = Trainer(recipe, run, world, delayed)
     warnings: list[str] = []
     if resume:
         trainer.resume(warnings.append)

@@ -10,8 +10,14 @@ from torch.optim import AdamW
 from ..recipes.schema import Recipe
 
 
-def optimizer(model: nn.Module, recipe: Recipe) -> AdamW:
-    """AdamW: no decay on norms, biases and what the model names; learning rates by layer where asked for."""
+def optimizer(model: nn.Module, recipe: Recipe, fused: bool = False) -> AdamW:
+    """AdamW: no decay on norms, biases and what the model names; learning rates by layer where asked for.
+
+    Args:
+        model: on its device.
+        recipe: of the run.
+        fused: PyTorch's kernel for all parameters at once, which CUDA always has.
+    """
     optim = recipe.optim
     named = getattr(model, "no_weight_decay", None)
     spared = named() if callable(named) else set()
@@ -21,8 +27,8 @@ def optimizer(model: nn.Module, recipe: Recipe) -> AdamW:
         )
     else:
         groups = param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=spared)
-    cuda = next(model.parameters()).is_cuda
-    return AdamW(groups, recipe.peak_lr, optim.betas, optim.eps, fused=cuda or None)
+    fused = fused or next(model.parameters()).is_cuda
+    return AdamW(groups, recipe.peak_lr, optim.betas, optim.eps, fused=fused or None)
 
 
 def schedule(optimizer: AdamW, recipe: Recipe, steps: int, samples: int) -> CosineLRScheduler:

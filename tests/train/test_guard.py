@@ -1,0 +1,145 @@
+"""Looking at a step one step later (the way of CUDA, forced on the CPU here) loses nothing against looking at once."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pale.train.distributed import World
+from pale.train.guard import Average, Guard
+from pale.train.loop import NonFiniteError, Trainer, train
+
+from .test_loop import assert_same, events, poison, weights
+from .tiny import tiny
+
+ALONE = World(torch.device("cpu"))
+RARELY = {"log_every": 100}  # writing a line of the log looks at all steps
+
+
+def later(run, resume=False, **changes):
+    return train(tiny(**RARELY | changes), run, ALONE, resume, quiet=True, delayed=True)
+
+
+@given(st.lists(st.sampled_from(["good", "loss", "norm"]), max_size=20), st.integers(1, 4))
+def test_every_bad_step_is_told_and_too_many_in_a_row_halt_all_that_follow(kinds, limit):
+    guard = Guard(ALONE, limit)
+    row, halted, told = 0, False, []
+    for step, kind in enumerate(kinds):
+        loss = torch.tensor(math.nan if kind == "loss" else 1.5)
+        norm = torch.tensor(math.inf if kind == "norm" else 2.5)
+        skip = guard.look(step, 0.1, torch.tensor([[0, step]]), loss, norm)
+        row = row + 1 if kind != "good" else 0
+        halted = halted or row >= limit
+        assert skip.item() == (kind != "good" or halted)
+        told += guard.seen(1)
+        assert len(told) == step  # all but the last
+    told += guard.seen(0)
+    assert [(s.step, s.bad, s.own) for s in told] == [
+        (step, kind != "good", kind != "good") for step, kind in enumerate(kinds)
+    ]
+    assert all(s.loss == 1.5 for s, kind in zip(told, kinds, strict=True) if kind != "loss")
+
+
+def test_looking_later_changes_rounding_alone(tmp_path):
+    train(tiny(), tmp_path / "at_once", ALONE, quiet=True)
+    later(tmp_path / "later")
+    assert_same(weights(tmp_path / "at_once"), weights(tmp_path / "later"), atol=1e-5)
+    (first, last) = events(tmp_path / "later", "step")
+    expected = {e["step"]: e for e in events(tmp_path / "at_once", "step")}
+    for entry in (first, last):
+        assert entry["loss"] == pytest.approx(expected[entry["step"]]["loss"], rel=1e-4)
+        assert entry["grad_norm"] == pytest.approx(expected[entry["step"]]["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [0, 4, 8], ids=["first", "middle", "last"])
+def test_a_bad_loss_stops_with_the_state_before_it(tmp_path, monkeypatch, bad):
+    later(tmp_path / "good")
+    poison(monkeypatch, {bad})
+    with pytest.raises(NonFiniteError) as error:
+        later(tmp_path / "bad")
+    message = str(error.value)
+    for words in (f"step {bad}: loss nan", "at learning rate ", "scene ", "--on_nonfinite skip"):
+        assert words in message
+    checkpoints = [path.name for path in (tmp_path / "bad/checkpoints").iterdir()]
+    assert f"step_{bad:08d}" in checkpoints
+    assert max(checkpoints) == f"step_{bad:08d}"
+    # The learning rate and the samples are those of the bad step, not of the one after it.
+    with pytest.raises(NonFiniteError) as at_once:
+        train(tiny(), tmp_path / "at_once", ALONE, quiet=True)
+    assert str(at_once.value).partition(";")[0] == message.partition(";")[0]
+    monkeypatch.undo()
+    later(tmp_path / "bad", resume=True)
+    assert_same(weights(tmp_path / "good"), weights(tmp_path / "bad"))
+
+
+def test_a_gradient_that_is_no_number_is_found_too(tmp_path):
+    trainer = Trainer(tiny(**RARELY), tmp_path, ALONE, delayed=True)
+
+    def spoil(grad):
+        return grad * math.inf if trainer.step == 3 else grad
+
+    trainer.model.head.fc.bias.register_hook(spoil)
+    tmp_path.joinpath("checkpoints").mkdir()
+    with pytest.raises(NonFiniteError, match=r"step 3: loss [\d.]+, gradient norm (inf|nan)"):
+        trainer.fit(quiet=True)
+    assert trainer.step == 3
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+
+
+def test_skipping_later_is_skipping_at_once(tmp_path, monkeypatch):
+    poison(monkeypatch, {2, 4, 5})
+    assert later(tmp_path / "later", on_nonfinite="skip").step == 9
+    train(tiny(on_nonfinite="skip"), tmp_path / "at_once", ALONE, quiet=True)
+    told = [events(tmp_path / name, "skipped") for name in ("later", "at_once")]
+    assert told[0] == told[1]
+    assert [entry["step"] for entry in told[0]] == [2, 4, 5]
+    # The averages too: a skipped step is no step for them.
+    assert_same(weights(tmp_path / "later"), weights(tmp_path / "at_once"), atol=1e-5)
+
+
+def test_skipping_does_not_go_on_for_ever(tmp_path, monkeypatch):
+    before = Trainer(tiny(epochs=9), tmp_path / "new", ALONE).model.state_dict()
+    poison(monkeypatch, set(range(10)))  # the eleventh is good, but comes too late
+    with pytest.raises(NonFiniteError, match="step 9"):
+        later(tmp_path / "run", on_nonfinite="skip", epochs=9, eval_every=9, ema=None)
+    trainer = Trainer(tiny(epochs=9, ema=None), tmp_path / "run", ALONE)
+    trainer.resume(lambda text: None)
+    assert trainer.step == 9
+    assert_same(trainer.model.state_dict(), before)
+
+
+def test_a_signal_and_an_unreadable_picture_settle_what_is_under_way(tmp_path, monkeypatch):
+    poison(monkeypatch, {4})
+    make_step = Trainer.make_step
+
+    def fails(self, iterator):
+        if self.step == 5:
+            raise ValueError("a.png: cannot be read")
+        return make_step(self, iterator)
+
+    monkeypatch.setattr(Trainer, "make_step", fails)
+    with pytest.raises(NonFiniteError, match="step 4: loss nan"):
+        later(tmp_path / "run")
+    assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {"step_00000004"}
+
+
+def test_fp16_is_looked_at_at_once(tmp_path):
+    assert Trainer(tiny(precision="fp16"), tmp_path, ALONE, delayed=True).guard is None
+    assert Trainer(tiny(), tmp_path, ALONE).guard is None
+
+
+def test_an_average_moves_as_timms_or_not_at_all():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    ours, timms = Average(model, 0.9), Average(model, 0.9)
+    for _ in range(3):
+        model(torch.randn(4, 3)).sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        ours.update_unless(torch.tensor(0.0), model)
+        timms.update(model)
+        assert_same(ours.module.state_dict(), timms.module.state_dict(), atol=1e-6)
+    before = {name: value.clone() for name, value in ours.module.state_dict().items()}
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    ours.update_unless(torch.tensor(1.0), model)
+    assert_same(ours.module.state_dict(), before)
