@@ -14,7 +14,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-OVERRIDDEN = ("train", "eval")  # commands that take the settings of a recipe as options
+OVERRIDDEN = (
+    "train",
+    "eval",
+    "bench data",
+)  # commands that take the settings of a recipe as options
 
 Run = Callable[[argparse.Namespace], int | None]
 
@@ -46,6 +50,11 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
     eval_.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     eval_.add_argument("--batch-size", type=int, default=64, help="images at a time (default 64)")
     eval_.epilog = "Settings of the recipe are options too: --data.root DIR --data.size 384."
+
+    bench = command("bench data", _bench_data, "measure how fast a recipe's pictures are read")
+    bench.add_argument("recipe", help="a recipe: pale recipes lists them")
+    bench.add_argument("--seconds", type=float, default=20.0, help="to measure (default 20)")
+    bench.epilog = "Settings of the recipe are options: --data.root DIR --data.workers 16."
 
     report = command("report", _report, "write report.html of a run, finished or not")
     report.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
@@ -195,6 +204,21 @@ def _eval(args: argparse.Namespace) -> None:
     _console().print(
         f"top-1 {figures['top1']:.2f} %{paper}, top-5 {figures['top5']:.2f} %, loss {figures['loss']:.4f}, "
         f"{figures['images']:.0f} images"
+    )
+
+
+def _bench_data(args: argparse.Namespace) -> None:
+    from .bench_data import measure
+    from .recipes import get
+
+    found = measure(get(args.recipe).override(args.overrides), args.seconds)
+    if args.json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        return
+    _say(
+        f"{found['images_per_s']:.0f} images/s with {found['workers']} workers, "
+        f"{found['worker_ms']:.2f} ms of a worker for each "
+        f"({found['images']} images in {found['seconds']:.1f} s, batch {found['batch']})"
     )
 
 

@@ -68,9 +68,10 @@ class Labelled(Dataset[Sample]):
 
 
 def collate(samples: list[Sample]) -> dict[str, Any]:
-    """Stack samples: images uint8 (b, 3, h, w), labels (b,), keys (b, 2)."""
+    """Stack samples: images uint8 (b, 3, h, w), channels last in memory, labels (b,), keys (b, 2)."""
+    images = torch.stack([image.permute(1, 2, 0) for image, _, _ in samples])
     return {
-        "images": torch.stack([image for image, _, _ in samples]),
+        "images": images.permute(0, 3, 1, 2),
         "labels": torch.tensor([label for _, label, _ in samples]),
         "keys": torch.tensor([key for _, _, key in samples]),
     }
