@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     typed = shlex.join(["pale", *words])
     # One command in two words: argparse cannot tell a list of models from a sub-command.
-    if words[:1] == ["bench"] and words[1:2] in (["op"], ["data"]):
+    if words[:2] in (["bench", "op"], ["bench", "data"], ["token-labels", "make"]):
         words = [" ".join(words[:2]), *words[2:]]
     parser = _parser()
     overrides: dict[str, Any] = {}

@@ -1,3 +1,4 @@
+import itertools
 import os
 import random
 import signal
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFilter
 from timm.data import Mixup, auto_augment, create_transform
 from timm.data.random_erasing import RandomErasing
 from torch.utils.data import DataLoader
@@ -22,6 +23,7 @@ from pale.data.transforms import (
     NO_AUGMENT,
     Augment,
     Erase,
+    Noted,
     eval_transform,
     normalise,
     resize,
@@ -142,27 +144,41 @@ def test_shears_and_translations_are_timms_within_a_grey_level(name, amount, h, 
     assert ours == theirs
 
 
-def test_the_transform_tells_what_it_shows():
-    # The picture holds its own coordinates: the image must hold those of the box, mirrored as told.
+AUTOS = [None, "rand-m9-mstd0.5-inc1", "rand-m9-n4-t1", "v0"]
+
+
+@pytest.mark.parametrize("auto", AUTOS, ids=str)
+def test_the_transform_tells_what_it_shows(auto):
+    # The picture holds its own coordinates: each pixel must hold those of the place that is told.
     y, x = np.mgrid[:120, :200]
-    photo = Image.fromarray(np.stack([x, y, 0 * x], -1).astype(np.uint8))
-    transform = train_transform(
-        40, Augment(erase=0, auto=None, colour_jitter=0, vertical_flip=0.5, scale=(0.2, 0.6))
-    )
-    seen = set()
-    for index in range(24):
+    photo = Image.fromarray(np.stack([x, y, 0 * x + 200], -1).astype(np.uint8))
+    augment = Augment(erase=0, auto=auto, colour_jitter=0, vertical_flip=0.5, scale=(0.2, 0.6))
+    transform = train_transform(40, augment)
+    for step in transform.colour.transforms:  # operations on colours would hide the coordinates
+        for op in itertools.chain(getattr(step, "ops", ()), *getattr(step, "policy", ())):
+            if not isinstance(op.aug_fn, Noted):
+                op.aug_fn = lambda image, *amount, **how: image
+    at = (np.arange(40) + 0.5) / 40
+    places = np.stack([*np.meshgrid(at, at), np.ones((40, 40))])
+    moved = 0
+    for index in range(40):
         with seeded(5, index):
-            image, view = transform.see(photo)
-        left, top, right, bottom = view.box
-        across = np.linspace(left * 200, right * 200, 81)[1::2] - 0.5
-        down = np.linspace(top * 120, bottom * 120, 81)[1::2] - 0.5
-        across = across[::-1] if view.flipped else across
-        down = down[::-1] if view.upside_down else down
-        inner = image[:, 3:-3, 3:-3].float().numpy()
-        assert np.abs(inner[0] - across[None, 3:-3]).max() < 1.1
-        assert np.abs(inner[1] - down[3:-3, None]).max() < 1.1
-        seen.add((view.flipped, view.upside_down))
-    assert len(seen) == 4
+            image, matrix = transform.see(photo)
+        moved += len(transform.notes)
+        pixels = image.float().numpy()
+        across, down = np.einsum("ij,jyx->iyx", matrix, places)
+        # Not where the image was filled, nor at the border of crop and fill.
+        inner = np.zeros((40, 40), bool)
+        inner[4:-4, 4:-4] = True
+        filled = Image.fromarray((np.abs(pixels[2] - 200) > 8).astype(np.uint8) * 255)
+        inner &= np.asarray(filled.filter(ImageFilter.MaxFilter(7))) == 0
+        assert inner.mean() > 0.02
+        # Pillow cuts off fractions, once for each operation.
+        for channel, place in ((0, 200 * across), (1, 120 * down)):
+            error = np.abs(pixels[channel] - (place - 0.5))[inner]
+            assert error.max() < 3 + len(transform.notes)
+            assert error.mean() < 0.7 + 0.6 * len(transform.notes)
+    assert moved > 5 or auto is None
 
 
 def test_erasing_equals_timms_but_for_the_bounds_of_a_pixel():

@@ -6,6 +6,7 @@ moved by a fraction of a pixel, so 4 pixels with weights that are the same in th
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -48,10 +49,35 @@ def translate_y_rel(image: Image.Image, share: float, **how: Any) -> Image.Image
     return _moved(image, 1, 0.0, share * image.height, how)
 
 
+# timm's function: ours
 FASTER = {
     getattr(auto_augment, f.__name__): f
     for f in (shear_x, shear_y, translate_x_abs, translate_y_abs, translate_x_rel, translate_y_rel)
-}  # timm's function: ours
+}
+
+
+def place(function: Any, amount: float, size: int) -> NDArray[np.float64]:
+    """Where an operation of timm's takes its pixels from: (3, 3), on coordinates from 0 to 1."""
+    if function is auto_augment.rotate:
+        a = -math.radians(amount)
+        turn = np.array([[math.cos(a), math.sin(a), 0], [-math.sin(a), math.cos(a), 0], [0, 0, 1]])
+        turn[:2, 2] = 0.5 - turn[:2, :2].sum(1) / 2  # the centre stays
+        return turn
+    row, column, unit = PLACES[function]
+    matrix = np.eye(3)
+    matrix[row, column] = amount / size if unit == "pixels" else amount
+    return matrix
+
+
+PLACES = {
+    auto_augment.shear_x: (0, 1, "shares"),
+    auto_augment.shear_y: (1, 0, "shares"),
+    auto_augment.translate_x_rel: (0, 2, "shares"),
+    auto_augment.translate_y_rel: (1, 2, "shares"),
+    auto_augment.translate_x_abs: (0, 2, "pixels"),
+    auto_augment.translate_y_abs: (1, 2, "pixels"),
+}
+GEOMETRIC = frozenset({*PLACES, auto_augment.rotate})
 
 
 def _moved(

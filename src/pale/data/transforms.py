@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, auto_augment, create_transform
@@ -23,7 +23,7 @@ from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 
 from ..settings import Settings
-from .slide import FASTER
+from .slide import FASTER, GEOMETRIC, place
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -77,19 +77,18 @@ class Boxes(list[tuple[Any, Tensor]]):
         self.append((where, pixels))
 
 
-@dataclass(frozen=True)
-class View:
-    """What a training image shows of its picture.
+class Noted:
+    """An operation that moves pixels, and a note of where it took them from."""
 
-    Attributes:
-        box: left, top, right and bottom of the crop, as shares of the picture.
-        flipped: whether it is mirrored, left to right.
-        upside_down: whether it is mirrored, top to bottom.
-    """
+    def __init__(self, function: Any, notes: list[NDArray[np.float64]]) -> None:
+        self.timms, self.ours = function, REPLACED.get(function, function)
+        self.notes = notes
 
-    box: tuple[float, float, float, float]
-    flipped: bool
-    upside_down: bool
+    def __call__(self, image: Image.Image, amount: float, **how: Any) -> Image.Image:
+        """What the operation gives."""
+        self.notes.append(place(self.timms, amount, image.width))
+        moved: Image.Image = self.ours(image, amount, **how)
+        return moved
 
 
 class TrainTransform:
@@ -101,6 +100,7 @@ class TrainTransform:
 
     def __init__(self, size: int, augment: Augment) -> None:
         self.size, self.augment = size, augment
+        self.notes: list[NDArray[np.float64]] = []
         _, self.colour, _ = transforms_imagenet_train(
             size,
             use_prefetcher=True,  # which is: stay uint8
@@ -114,30 +114,41 @@ class TrainTransform:
         )
         for step in self.colour.transforms:
             for op in chain(getattr(step, "ops", ()), *getattr(step, "policy", ())):
-                op.aug_fn = REPLACED.get(op.aug_fn, op.aug_fn)
+                if op.aug_fn in GEOMETRIC:
+                    op.aug_fn = Noted(op.aug_fn, self.notes)
+                else:
+                    op.aug_fn = REPLACED.get(op.aug_fn, op.aug_fn)
         self.erase = Erase(augment.erase) if augment.erase else None
 
     def __call__(self, image: Image.Image) -> Tensor:
         """The image alone."""
         return self.see(image)[0]
 
-    def see(self, image: Image.Image) -> tuple[Tensor, View]:
-        """The image, and what it shows."""
+    def see(self, image: Image.Image) -> tuple[Tensor, NDArray[np.float32]]:
+        """The image, and what it shows.
+
+        The second is (2, 3): it takes a place (x, y, 1) in the image to its place (x, y) in the picture,
+        both counted from 0 to 1 across the whole.
+        """
         augment, (w, h) = self.augment, image.size
         y, x, height, width = RandomResizedCropAndInterpolation.get_params(
             image, augment.scale, augment.ratio
         )
-        box = (x, y, x + width, y + height)
-        image = resize(image.crop(box), self.size, augment.interpolation)
-        if flipped := _chance(augment.flip):
+        matrix = np.array([[width / w, 0, x / w], [0, height / h, y / h], [0, 0, 1]])
+        image = resize(image.crop((x, y, x + width, y + height)), self.size, augment.interpolation)
+        if _chance(augment.flip):
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        if upside_down := _chance(augment.vertical_flip):
+            matrix = matrix @ np.array([[-1, 0, 1], [0, 1, 0], [0, 0, 1]])
+        if _chance(augment.vertical_flip):
             image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+            matrix = matrix @ np.array([[1, 0, 0], [0, -1, 1], [0, 0, 1]])
+        self.notes.clear()
         pixels = to_tensor(self.colour(image))
+        for note in self.notes:
+            matrix = matrix @ note
         if self.erase:
             pixels = self.erase(pixels)
-        shares = (x / w, y / h, (x + width) / w, (y + height) / h)
-        return pixels, View(shares, flipped, upside_down)
+        return pixels, matrix[:2].astype(np.float32)
 
 
 def _chance(p: float) -> bool:
