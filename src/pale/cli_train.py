@@ -14,11 +14,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-OVERRIDDEN = (
-    "train",
-    "eval",
-    "bench data",
-)  # commands that take the settings of a recipe as options
+# Commands that take the settings of a recipe as options.
+OVERRIDDEN = ("train", "eval", "bench data", "token-labels make")
 
 Run = Callable[[argparse.Namespace], int | None]
 

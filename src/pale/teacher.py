@@ -109,22 +109,21 @@ def _timm(name: str, classes: Sequence[str], weights: Path | None, size: int | N
             f"--model must be a run, or a model of timm's, got {name!r}"
             + (f"; did you mean {', '.join(near)}?" if near else "")
         )
-    cfg = timm.get_pretrained_cfg(name)
-    fixed = cfg is not None and bool(cfg.fixed_input_size)
-    arguments: dict[str, Any] = {"img_size": size} if size and fixed else {}
-    if weights is not None:
-        model = timm.create_model(name, num_classes=len(classes), **arguments)
-        weight_files.put(model, weight_files.load(weights), weights, new_head=False)
-    else:
-        try:
+    try:
+        cfg = timm.get_pretrained_cfg(name)
+        fixed = cfg is not None and bool(cfg.fixed_input_size)
+        arguments: dict[str, Any] = {"img_size": size} if size and fixed else {}
+        if weights is not None:
+            model = timm.create_model(name, num_classes=len(classes), **arguments)
+        else:
             model = timm.create_model(name, pretrained=True, **arguments)
-        except Exception as error:
-            reason = (
-                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            )
-            raise ValueError(
-                f"timm has no weights for {name} that could be had here ({reason}); give --weights FILE"
-            ) from None
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"timm cannot give {name} here ({reason}); give --weights FILE, or take another model"
+        ) from None
+    if weights is not None:
+        weight_files.put(model, weight_files.load(weights), weights, new_head=False)
     if (own := getattr(model, "num_classes", 0)) != len(classes):
         raise ValueError(
             f"{name} knows {own} classes, the data has {len(classes)}; take another teacher"

@@ -102,7 +102,7 @@ def pack(probabilities: Tensor, k: int) -> NDArray[np.uint16]:
 
 def unpack(records: NDArray[np.uint16]) -> tuple[Tensor, Tensor]:
     """Records (..., 2, k, h, w) -> probabilities and classes, (..., k, h, w)."""
-    scores = np.ascontiguousarray(records[..., 0, :, :, :]).view(np.float16)
+    scores = np.array(records[..., 0, :, :, :]).view(np.float16)
     classes = records[..., 1, :, :, :].astype(np.int32)
     return torch.from_numpy(scores), torch.from_numpy(classes)
 

@@ -53,7 +53,7 @@ def dense_targets(
         scores.reshape(b, k, -1).transpose(1, 2).float(),
     )
     labels = weights.flatten(1, 2).flatten(2) @ maps
-    labels = labels + (1 - labels.sum(-1, keepdim=True)) / n
+    labels = labels + (1 - labels.sum(-1, keepdim=True)).clamp(min=0) / n
     return labels.unflatten(1, grid)
 
 
