@@ -241,9 +241,10 @@ class ClassificationTask:
         assert self.token_mix is not None
         labels: Tensor = batch["labels"]
         first, last = self.maps[0], self.maps[-1]
-        cells = self.token_mixer.cells(last, step).to(labels.device)
-        self.token_mix.set(blocks(cells, first, 2 ** (len(self.maps) - 1)))
+        cells = self.token_mixer.cells(last, step)
         prepared = {"targets": self.token_mixer.targets(labels, cells)}
+        cells = cells.to(labels.device)
+        self.token_mix.set(blocks(cells, first, 2 ** (len(self.maps) - 1)))
         if self.store is not None:
             n, smoothing = len(self.classes), self.mix.smoothing
             dense = dense_targets(
