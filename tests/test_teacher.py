@@ -139,6 +139,7 @@ def test_killed_at_any_time_it_goes_on_to_the_same_bytes(root, tmp_path, capsys)
     capsys.readouterr()
     assert main(words(root, output)) == 0
     assert capsys.readouterr().out.count("written") == 5 - written
+    assert not list(output.glob(".*.part"))
     for path in (tmp_path / "whole").iterdir():
         assert (output / path.name).read_bytes() == path.read_bytes()
 

@@ -30,7 +30,6 @@ from .shards import Shards
 
 FORMAT = 1
 MOST_CLASSES = 65536
-BEGUN = ("names.txt", "names.txt.part", "manifest.json.part")  # all that an early kill leaves
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,9 @@ class Writer:
                 raise ValueError(
                     f"{folder} was begun with another {said}; go on with the same, or choose another folder"
                 )
-        elif folder.is_dir() and any(f.name.strip(".") not in BEGUN for f in folder.iterdir()):
+        elif folder.is_dir() and any(
+            f.name != "names.txt" and f.suffix != ".part" for f in folder.iterdir()
+        ):  # these two are what an early kill leaves
             raise ValueError(f"{folder} holds other files; choose another folder")
         else:
             folder.mkdir(parents=True, exist_ok=True)
@@ -155,6 +156,8 @@ class Writer:
         agreement = round(100 * right / self.manifest.pictures, 2)
         done = Manifest(**asdict(self.manifest) | {"agreement": agreement})
         self._write_manifest(done)
+        for left in self.folder.glob(".*.part"):  # of a kill
+            left.unlink(missing_ok=True)
         return done
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -265,7 +268,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _replace(path: Path, write: Callable[[Any], Any]) -> None:
-    temporary = path.with_name(f".{path.name}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")  # parts may be made side by side
     with open(temporary, "wb") as file:
         write(file)
         file.flush()
