@@ -124,6 +124,18 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(capsys, tmp_path):
     assert f"go on with it: pale train --resume {tmp_path}" in err
 
 
+def test_the_speed_of_reading_is_measured(capsys):
+    words = ["bench", "data", "quickstart", "--data.workers", 1, "--batch", 4, "--seconds", 0.2]
+    code, out, err = run(capsys, *words, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["workers"] == 1
+    assert found["images"] % 4 == 0
+    assert found["images_per_s"] * found["worker_ms"] == pytest.approx(1000)
+    assert "images/s with 1 workers" in run(capsys, *words)[1]
+    assert "--seconds must be greater than 0" in run(capsys, *words[:-1], 0)[2]
+
+
 def test_settings_are_told_from_options():
     rest, overrides = take_overrides(
         [

@@ -39,7 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     typed = shlex.join(["pale", *words])
     # One command in two words: argparse cannot tell a list of models from a sub-command.
-    words = ["bench op", *words[2:]] if words[:2] == ["bench", "op"] else words
+    if words[:2] in (["bench", "op"], ["bench", "data"], ["token-labels", "make"]):
+        words = [" ".join(words[:2]), *words[2:]]
     parser = _parser()
     overrides: dict[str, Any] = {}
     try:

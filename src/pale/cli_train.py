@@ -14,7 +14,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-OVERRIDDEN = ("train", "eval")  # commands that take the settings of a recipe as options
+# Commands that take the settings of a recipe as options.
+OVERRIDDEN = ("train", "eval", "bench data", "token-labels make")
 
 Run = Callable[[argparse.Namespace], int | None]
 
@@ -47,6 +48,11 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
     eval_.add_argument("--batch-size", type=int, default=64, help="images at a time (default 64)")
     eval_.epilog = "Settings of the recipe are options too: --data.root DIR --data.size 384."
 
+    bench = command("bench data", _bench_data, "measure how fast a recipe's pictures are read")
+    bench.add_argument("recipe", help="a recipe: pale recipes lists them")
+    bench.add_argument("--seconds", type=float, default=20.0, help="to measure (default 20)")
+    bench.epilog = "Settings of the recipe are options: --data.root DIR --data.workers 16."
+
     report = command("report", _report, "write report.html of a run, finished or not")
     report.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
 
@@ -61,6 +67,23 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
     probe = command("probe", _probe, "fit and score a linear classifier on features")
     probe.add_argument("train", type=Path, help="features to fit on")
     probe.add_argument("val", type=Path, help="features to score on")
+
+    make = command(
+        "token-labels make", _token_labels, "write a teacher's dense labels for training"
+    )
+    make.add_argument("--model", required=True, help="a run, or a classifier of timm's")
+    make.add_argument("--weights", type=Path, help="of timm's model (default: timm's own)")
+    make.add_argument("--output", type=Path, required=True, help="the store; a begun one goes on")
+    make.add_argument("--size", type=int, help="side the pictures get (default: the teacher's)")
+    make.add_argument("--k", type=int, default=5, help="classes at each place (default 5)")
+    make.add_argument("--shard", type=int, default=4096, help="pictures a file (default 4096)")
+    make.add_argument("--batch-size", type=int, default=64, help="pictures at a time (default 64)")
+    make.add_argument(
+        "--part", default="0/1", metavar="I/N", help="every N-th shard, for N machines"
+    )
+    make.add_argument("--seed", type=int, default=0, help="of the run: picks hold-out and scenes")
+    make.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    make.epilog = "Which pictures: --data.root DIR, --data.kind, --data.train, ... as in a recipe."
 
     data = commands.add_parser("data", help="look after data sets")
     kinds = data.add_subparsers(required=True, metavar="WHAT", parser_class=type(data))
@@ -198,6 +221,21 @@ def _eval(args: argparse.Namespace) -> None:
     )
 
 
+def _bench_data(args: argparse.Namespace) -> None:
+    from .bench_data import measure
+    from .recipes import get
+
+    found = measure(get(args.recipe).override(args.overrides), args.seconds)
+    if args.json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        return
+    _say(
+        f"{found['images_per_s']:.0f} images/s with {found['workers']} workers, "
+        f"{found['worker_ms']:.2f} ms of a worker for each "
+        f"({found['images']} images in {found['seconds']:.1f} s, batch {found['batch']})"
+    )
+
+
 def _report(args: argparse.Namespace) -> None:
     from .train.report import write
 
@@ -234,6 +272,52 @@ def _probe(args: argparse.Namespace) -> None:
         sys.stdout.write(json.dumps(vars(found)) + "\n")
     else:
         _say(f"top-1 {found.val:.2f} % (fitted on {found.train:.2f} %), penalty {found.strength:g}")
+
+
+def _token_labels(args: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    import torch
+
+    from . import teacher
+    from .recipes.schema import Classification
+
+    if other := [name for name in args.overrides if not name.startswith("data.")]:
+        raise ValueError(f"--{other[0]} is no option here; of a recipe's settings, --data.* are")
+    part = args.part.split("/")
+    if len(part) != 2 or not all(word.isdigit() for word in part):
+        raise ValueError(f"--part must be I/N, such as 0/4, got {args.part!r}")
+    for name in ("k", "shard", "batch_size"):
+        if getattr(args, name) < 1:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be at least 1, got {getattr(args, name)}")
+    data = Classification().override(args.overrides).data
+    source = data.train_source(args.seed)
+    found = teacher.find(args.model, source.classes, args.weights, args.size)
+    made = teacher.make(
+        found,
+        source,
+        args.output,
+        k=args.k,
+        shard=args.shard,
+        batch=args.batch_size,
+        workers=data.workers,
+        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        part=(int(part[0]), int(part[1])),
+        tell=(lambda line: None) if args.json else _say,
+    )
+    if args.json:
+        sys.stdout.write(json.dumps(asdict(made) | {"classes": len(made.classes)}, indent=1) + "\n")
+        return
+    h, w = made.grid
+    if made.agreement is None:
+        _say(f"{args.output}: other parts are still to be written")
+        return
+    _say(
+        f"{args.output}: {made.pictures} pictures, {h}x{w} places, {made.k} classes at each; the picture's own "
+        f"class is the first in {made.agreement:.1f} %"
+    )
+    _say(f"train with: pale train imagenet.pale_t_star --token_labels.store {args.output} ...")
 
 
 def _check(args: argparse.Namespace) -> int:

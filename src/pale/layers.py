@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -84,3 +85,29 @@ class LayerNorm2d(nn.LayerNorm):
         x = x.permute(0, 2, 3, 1)
         x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return x.permute(0, 3, 1, 2)
+
+
+class TokenMix(nn.Module):
+    """MixToken: where `mask` is set, tokens come from the image at the other end of the batch.
+
+    The mask is no buffer: it is not saved, and a training step writes it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None  # (h, w), bool
+
+    def set(self, mask: Tensor) -> None:
+        """Take a mask; its memory stays where it was, so that a compiled model sees the new one."""
+        if (
+            self.mask is not None
+            and self.mask.shape == mask.shape
+            and self.mask.device == mask.device
+        ):
+            self.mask.copy_(mask)
+        else:
+            self.mask = mask.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, h, w, c) -> (b, h, w, c)."""
+        return x if self.mask is None else torch.where(self.mask[..., None], x.flip(0), x)

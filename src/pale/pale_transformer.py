@@ -32,7 +32,15 @@ from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
 from . import fused
-from .layers import DepthwiseConv, LayerNorm2d, Linear, Mlp, SeparableConv, separable_convs
+from .layers import (
+    DepthwiseConv,
+    LayerNorm2d,
+    Linear,
+    Mlp,
+    SeparableConv,
+    TokenMix,
+    separable_convs,
+)
 from .ops.linear import linear
 from .ops.pale_attention import Backend, pale_attention
 from .ops.pale_attention.region import Region, check_word
@@ -291,9 +299,11 @@ class PaleStage(nn.Module):
         )
         self.grad_checkpointing = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, c_in, h, w) -> (b, c, h / stride, w / stride), rounded up."""
+    def forward(self, x: Tensor, mix: TokenMix | None = None) -> Tensor:
+        """(b, c_in, h, w) -> (b, c, h / stride, w / stride), rounded up; `mix` works on the merged tokens."""
         x = self.merge(opaque_sizes(x) if self.first else x)
+        if mix is not None:
+            x = mix(x)
         if self.ape is not None:
             x = x + self.ape(x)
         x = checkpoint_seq(self.blocks, x) if self.grad_checkpointing else self.blocks(x)
@@ -320,6 +330,7 @@ class PaleTransformer(nn.Module):
         self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
         self.num_features = self.head_hidden_size = config.channels[-1]
         self.grad_checkpointing = False
+        self.token_mix: TokenMix | None = None  # set by training with MixToken or token labels
         drop_path = calculate_drop_path_rates(drop_path_rate, config.depths, stagewise=True)
         self.stages = nn.Sequential(
             *(PaleStage(config, i, in_chans, drop_path[i], **dd) for i in range(len(config.depths)))
@@ -356,8 +367,23 @@ class PaleTransformer(nn.Module):
         return self.head(x, pre_logits=pre_logits)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, in_chans, h, w) -> logits (b, num_classes)."""
+        """(b, in_chans, h, w) -> logits (b, num_classes); with `token_mix`, in training, `forward_tokens`."""
+        if self.training and self.token_mix is not None:
+            return self.forward_tokens(x)  # type: ignore[return-value]
         return self.forward_head(self.forward_features(x))
+
+    def forward_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(b, in_chans, h, w) -> logits (b, num_classes), and at every place of the last map, (b, h, w, num_classes).
+
+        Tokens are mixed by `token_mix` after the first patch merging. Without dropout the former are the
+        mean of the latter.
+        """
+        first, *others = self.stages
+        x = first(x, self.token_mix)
+        for stage in others:
+            x = stage(x)
+        x = self.norm(x)
+        return self.forward_head(x), self.head.fc(x.permute(0, 2, 3, 1))
 
     def forward_intermediates(
         self,

@@ -1,3 +1,4 @@
+import itertools
 import os
 import random
 import signal
@@ -5,11 +6,14 @@ import signal
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from timm.data import Mixup, create_transform
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFilter
+from timm.data import Mixup, auto_augment, create_transform
 from timm.data.random_erasing import RandomErasing
 from torch.utils.data import DataLoader
 
+from pale.data import slide
 from pale.data.draws import seeded
 from pale.data.labelled import Labelled, SceneImages, batches, collate, make_loader
 from pale.data.mixing import Mix, Mixer
@@ -19,8 +23,10 @@ from pale.data.transforms import (
     NO_AUGMENT,
     Augment,
     Erase,
+    Noted,
     eval_transform,
     normalise,
+    resize,
     train_transform,
 )
 
@@ -65,21 +71,114 @@ def test_seeding_leaves_the_generators_as_they_were():
     assert before != expected
 
 
-def test_training_transform_equals_timms_own():
-    augment = Augment(erase=0)
+TIMM = {"is_training": True, "color_jitter": 0.4, "re_prob": 0.0, "use_prefetcher": True}
+
+
+def smooth(h, w):
+    """A picture with edges but without the noise on which any two roundings differ most."""
+    y, x = np.mgrid[:h, :w]
+    waves = np.stack([np.sin(x / 9 + y / 23), np.cos(y / 7), np.sign(np.sin(x * y / 700))], -1)
+    return Image.fromarray((127.5 + 120 * waves).astype(np.uint8))
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos", "random"])
+def test_crop_and_flip_are_timms_within_a_grey_level(interpolation):
+    wide = {"ratio": (1.3, 1.6), "interpolation": interpolation}  # see the next test
+    ours = train_transform(48, Augment(erase=0, auto=None, colour_jitter=0, **wide))
+    timm = create_transform(48, **TIMM | {"color_jitter": None}, **wide)
+    photo = smooth(140, 190)
+    for index in range(30):
+        with seeded(0, index):
+            one = ours(photo).int()
+        with seeded(0, index):
+            two = timm(photo).int()
+        assert (one - two).abs().max() <= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(8, 300), st.integers(8, 300), st.sampled_from([16, 64, 224]))
+def test_resizing_is_pillows_within_a_grey_level(h, w, size):
+    photo = smooth(h, w)
+    ours = np.asarray(resize(photo, size, "bicubic")).astype(int)
+    # Rows, then columns: Pillow itself turns the order round for some tall pictures.
+    rows = photo.resize((size, h), Image.Resampling.BICUBIC)
+    pillows = np.asarray(rows.resize((size, size), Image.Resampling.BICUBIC)).astype(int)
+    difference = np.abs(ours - pillows)
+    assert difference.max() <= 2  # 1, but for enlarging, where torch's weights have fewer bits
+    assert (difference > 1).mean() < 1e-3
+
+
+def test_the_draws_of_the_whole_policy_are_timms():
+    ours = train_transform(32, Augment(erase=0, interpolation="nearest"))
     timm = create_transform(
-        32,
-        is_training=True,
-        auto_augment="rand-m9-mstd0.5-inc1",
-        interpolation="bicubic",
-        color_jitter=0.4,
-        re_prob=0.0,
+        32, **TIMM, auto_augment="rand-m9-mstd0.5-inc1", interpolation="nearest"
     )
-    with seeded(0):
-        ours = normalise(train_transform(32, augment)(PHOTO)[None])[0]
-    with seeded(0):
-        theirs = timm(PHOTO)
-    assert torch.allclose(ours, theirs, atol=1e-5)
+    for index in range(60):
+        with seeded(0, index):
+            one, after = ours(PHOTO).int(), (random.random(), np.random.random(), torch.rand(1))
+        with seeded(0, index):
+            two = timm(PHOTO).int()
+            assert (random.random(), np.random.random(), torch.rand(1)) == after
+        assert torch.equal(one, two)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(sorted(f.__name__ for f in slide.FASTER)),
+    st.floats(-1.3, 1.3),
+    st.integers(2, 40),
+    st.integers(2, 40),
+)
+def test_shears_and_translations_are_timms_within_a_grey_level(name, amount, h, w):
+    photo = Image.fromarray(np.random.default_rng(h).integers(0, 256, (h, w, 3), np.uint8))
+    amount *= 30 if name.endswith("abs") else 1
+    how = {"fillcolor": (124, 116, 104), "resample": Image.Resampling.BICUBIC}
+    theirs = np.asarray(getattr(auto_augment, name)(photo, amount, **how)).astype(int)
+    ours = np.asarray(getattr(slide, name)(photo, amount, **how)).astype(int)
+    assert np.abs(ours - theirs).max() <= 1
+    how["resample"] = (Image.Resampling.BILINEAR, Image.Resampling.NEAREST)
+    with seeded(w):
+        theirs = getattr(auto_augment, name)(photo, amount, **how)
+    with seeded(w):
+        ours = getattr(slide, name)(photo, amount, **how)
+    assert ours == theirs
+
+
+AUTOS = [None, "rand-m9-mstd0.5-inc1", "rand-m9-n4-t1", "v0"]
+
+
+@pytest.mark.parametrize("auto", AUTOS, ids=str)
+def test_the_transform_tells_what_it_shows(auto):
+    # The picture holds its own coordinates: each pixel must hold those of the place that is told.
+    y, x = np.mgrid[:120, :200]
+    photo = Image.fromarray(np.stack([x, y, 0 * x + 200], -1).astype(np.uint8))
+    augment = Augment(erase=0, auto=auto, colour_jitter=0, vertical_flip=0.5, scale=(0.2, 0.6))
+    transform = train_transform(40, augment)
+    for step in transform.colour.transforms:  # operations on colours would hide the coordinates
+        for op in itertools.chain(getattr(step, "ops", ()), *getattr(step, "policy", ())):
+            if not isinstance(op.aug_fn, Noted):
+                op.aug_fn = lambda image, *amount, **how: image
+    at = (np.arange(40) + 0.5) / 40
+    places = np.stack([*np.meshgrid(at, at), np.ones((40, 40))])
+    moved = 0
+    for index in range(40):
+        with seeded(5, index):
+            image, matrix = transform.see(photo)
+        moved += len(transform.notes)
+        pixels = image.float().numpy()
+        across, down = np.einsum("ij,jyx->iyx", matrix, places)
+        # Not where the image was filled, nor at the border of crop and fill.
+        inner = np.zeros((40, 40), bool)
+        inner[4:-4, 4:-4] = True
+        filled = Image.fromarray((np.abs(pixels[2] - 200) > 8).astype(np.uint8) * 255)
+        inner &= np.asarray(filled.filter(ImageFilter.MaxFilter(7))) == 0
+        assert inner.mean() > 0.02
+        # Pillow cuts off fractions, once for each operation.
+        for channel, place in ((0, 200 * across), (1, 120 * down)):
+            error = np.abs(pixels[channel] - (place - 0.5))[inner]
+            assert error.max() < 3 + len(transform.notes)
+            assert error.mean() < 0.7 + 0.6 * len(transform.notes)
+    assert moved > 5 or auto is None
 
 
 def test_erasing_equals_timms_but_for_the_bounds_of_a_pixel():

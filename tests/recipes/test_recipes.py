@@ -45,6 +45,22 @@ def test_imagenet_holds_every_value_of_the_papers_appendix():
     assert [r.reported.top1 for r in (tiny, small, base)] == [83.4, 84.3, 84.9]
 
 
+def test_starred_recipes_add_mixtoken_and_token_labels_alone():
+    for size, top1 in (("t", 84.2), ("s", 85.0), ("b", 85.8)):
+        plain, star = get(f"imagenet.pale_{size}"), get(f"imagenet.pale_{size}_star")
+        assert star.reported.top1 == top1
+        assert (star.mix.mixup, star.mix.cutmix, star.mix.tokens) == (0, 0, 1)
+        assert star.token_labels.weight == 0.5
+        changed = {"mix", "required", "reported", "name", "about"}
+        for field in set(type(star).model_fields) - changed:
+            assert getattr(star, field) == getattr(plain, field), field
+    for name in ("imagenet.pale_t_star", "small_data.pale_t_star"):
+        with pytest.raises(
+            ValueError, match=r"needs token_labels\.store; .* pale token-labels make wrote"
+        ):
+            get(name).override({"data.kind": "scenes"}).task()
+
+
 def test_ablations_differ_from_pale_t_in_one_thing_alone():
     base = get("imagenet.pale_t")
     for name in RECIPES:

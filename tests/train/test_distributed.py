@@ -15,7 +15,7 @@ from pale.train.distributed import World, join
 from pale.train.log import read
 from pale.train.loop import train
 
-from .tiny import tiny
+from .tiny import star, tiny
 
 DIE_ONCE = """
 import os, signal, sys
@@ -92,6 +92,16 @@ def test_two_processes_with_half_the_batch_are_one_process(tmp_path, alone):
         json.loads((tmp_path / "run/checkpoints/step_00000009/manifest.json").read_text())["step"]
         == 9
     )
+
+
+@pytest.mark.slow
+def test_two_processes_mix_tokens_and_labels_as_one(tmp_path):
+    star_recipe = star(tmp_path / "store")
+    train(star_recipe, tmp_path / "alone", World(torch.device("cpu")), quiet=True)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text(star_recipe))
+    torchrun("train", "--config", recipe, "--output", tmp_path / "run")
+    check(tmp_path / "run", tmp_path / "alone")
 
 
 @pytest.mark.slow

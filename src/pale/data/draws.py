@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 
 def number(*key: int) -> int:
@@ -17,8 +18,13 @@ def number(*key: int) -> int:
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Inside, the CPU generators of Python, NumPy and PyTorch are seeded by `key`; after, they are as before."""
-    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    """Inside, the CPU generators of Python, NumPy and PyTorch are seeded by `key`; after, they are as before.
+
+    But not in a worker of a loader, where nothing else draws and an image's worth of saving counts.
+    """
+    alone = get_worker_info() is not None
+    if not alone:
+        python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     value = number(*key)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
@@ -26,6 +32,7 @@ def seeded(*key: int) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(pytorch)
+        if not alone:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(pytorch)

@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from .draws import seeded
 from .scenes import Scenes
 from .stream import Key
-from .transforms import Transform
+from .transforms import TrainTransform, Transform
 
-Sample = tuple[Tensor, int, Key]
+# Image, class and key; with token labels also their probabilities and classes, and the image's places.
+Sample = tuple[Any, ...]
 
 
 class SceneImages:
@@ -51,10 +52,24 @@ class SceneImages:
 
 
 class Labelled(Dataset[Sample]):
-    """A source under a transform. The item (epoch, index) is drawn from (seed, epoch, index) alone."""
+    """A source under a transform. The item (epoch, index) is drawn from (seed, epoch, index) alone.
 
-    def __init__(self, source: Any, transform: Transform, seed: int) -> None:
+    Args:
+        source: the pictures.
+        transform: from a picture to an image; with token labels a `TrainTransform`.
+        seed: of every draw.
+        token_labels: gives the probabilities and classes of a picture by its number.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        transform: Transform,
+        seed: int,
+        token_labels: Callable[[int], tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
         self.source, self.transform, self.seed = source, transform, seed
+        self.token_labels = token_labels
 
     def __len__(self) -> int:
         return len(self.source)
@@ -66,16 +81,26 @@ class Labelled(Dataset[Sample]):
         else:
             image, label = self.source.image(index), self.source.labels[index]
         with seeded(self.seed, epoch, index):
-            return self.transform(image), label, key
+            if self.token_labels is None:
+                return self.transform(image), label, key
+            assert isinstance(self.transform, TrainTransform)
+            pixels, places = self.transform.see(image)
+        return pixels, label, key, *self.token_labels(index), torch.from_numpy(places)
 
 
 def collate(samples: list[Sample]) -> dict[str, Any]:
-    """Stack samples: images uint8 (b, 3, h, w), labels (b,), keys (b, 2)."""
-    return {
-        "images": torch.stack([image for image, _, _ in samples]),
-        "labels": torch.tensor([label for _, label, _ in samples]),
-        "keys": torch.tensor([key for _, _, key in samples]),
+    """Stack samples: images uint8 (b, 3, h, w), channels last in memory, labels (b,), keys (b, 2).
+
+    With token labels also token_scores and token_classes (b, k, h, w) and places (b, 2, 3).
+    """
+    images, labels, keys, *tokens = zip(*samples, strict=True)
+    batch = {
+        "images": torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2),
+        "labels": torch.tensor(labels),
+        "keys": torch.tensor(keys),
     }
+    names = ("token_scores", "token_classes", "places")
+    return batch | {name: torch.stack(part) for name, part in zip(names, tokens, strict=False)}
 
 
 def make_loader(

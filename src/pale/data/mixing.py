@@ -1,8 +1,10 @@
-"""Mixup and CutMix, timm's, with one draw for the global batch of a step."""
+"""Mixup and CutMix, timm's, and MixToken, with one draw for the global batch of a step."""
 
 from __future__ import annotations
 
-from pydantic import Field
+import numpy as np
+import torch
+from pydantic import Field, model_validator
 from timm.data.mixup import Mixup, mixup_target
 from torch import Tensor
 
@@ -18,10 +20,20 @@ class Mix(Settings):
     probability: float = Field(default=1.0, ge=0, le=1)
     switch: float = Field(default=0.5, ge=0, le=1)  # share of CutMix where both are on
     smoothing: float = Field(default=0.1, ge=0, lt=1)
+    tokens: float = Field(default=0.0, ge=0)  # alpha of MixToken, in place of the other two
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Mix:
+        if self.tokens and (self.mixup or self.cutmix):
+            raise ValueError(
+                f"MixToken takes the place of Mixup and CutMix, got tokens={self.tokens:g}, "
+                f"mixup={self.mixup:g} and cutmix={self.cutmix:g}; set mixup and cutmix to 0"
+            )
+        return self
 
     @property
     def on(self) -> bool:
-        """Whether anything is mixed at all."""
+        """Whether images are mixed."""
         return self.probability > 0 and (self.mixup > 0 or self.cutmix > 0)
 
 
@@ -43,11 +55,49 @@ class Mixer:
         """(b, 3, h, w) and (b,) to mixed images and soft labels (b, classes)."""
         if not self.mix.on:
             return images, mixup_target(labels, self.classes, 1.0, self.mix.smoothing)
-        if len(images) % 2:
-            raise ValueError(
-                f"mixing needs an even number of images on each process, got {len(images)}; "
-                "change batch or accumulate, or set mix.mixup and mix.cutmix to 0"
-            )
+        check_even(len(images))
         with seeded(self.seed, step):
             mixed: tuple[Tensor, Tensor] = self.timm(images, labels)
         return mixed
+
+
+class TokenMixer:
+    """Draws MixToken's box: a rectangle of the last map's cells, so that in no stage a token belongs to two images.
+
+    LV-ViT draws it on its only map. Here a cell of the last map is a block of tokens in each earlier one.
+    """
+
+    def __init__(self, mix: Mix, classes: int, seed: int) -> None:
+        self.mix, self.classes, self.seed = mix, classes, seed
+
+    def cells(self, grid: tuple[int, int], step: int) -> Tensor:
+        """Which cells of the last map come from the partner, (h, w), bool; the same for the whole batch."""
+        cells = torch.zeros(grid, dtype=torch.bool)
+        rng = np.random.default_rng((self.seed, step))
+        if self.mix.tokens and rng.random() < self.mix.probability:
+            ratio = np.sqrt(1 - rng.beta(self.mix.tokens, self.mix.tokens))
+            sides = [round(n * ratio) for n in grid]
+            starts = [int(rng.integers(n)) - side // 2 for n, side in zip(grid, sides, strict=True)]
+            rows, columns = (
+                slice(max(start, 0), max(start + side, 0))
+                for start, side in zip(starts, sides, strict=True)
+            )
+            cells[rows, columns] = True
+        return cells
+
+    def targets(self, labels: Tensor, cells: Tensor) -> Tensor:
+        """(b,) to soft labels (b, classes), mixed by the area."""
+        share = float(cells.float().mean())
+        if share:
+            check_even(len(labels))
+        mixed: Tensor = mixup_target(labels, self.classes, 1 - share, self.mix.smoothing)
+        return mixed
+
+
+def check_even(images: int) -> None:
+    """Pairs lie on one process."""
+    if images % 2:
+        raise ValueError(
+            f"mixing needs an even number of images on each process, got {images}; "
+            "change batch or accumulate, or set mix.mixup, mix.cutmix and mix.tokens to 0"
+        )

@@ -5,19 +5,26 @@ Images leave as uint8 and are normalised on the device: a quarter of the bytes t
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from functools import cache
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, auto_augment, create_transform
 from timm.data.random_erasing import RandomErasing
+from timm.data.transforms import RandomResizedCropAndInterpolation, str_to_pil_interp
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 
 from ..settings import Settings
+from .slide import FASTER, GEOMETRIC, place
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -71,38 +78,105 @@ class Boxes(list[tuple[Any, Tensor]]):
         self.append((where, pixels))
 
 
-class Chain:
-    """One step after the other."""
+class Noted:
+    """An operation that moves pixels, and a note of where it took them from."""
 
-    def __init__(self, *steps: Callable[[Any], Any]) -> None:
-        self.steps = steps
+    def __init__(self, function: Any, notes: list[NDArray[np.float64]]) -> None:
+        self.timms, self.ours = function, REPLACED.get(function, function)
+        self.notes = notes
 
-    def __call__(self, x: Any) -> Any:
-        """The last step's result."""
-        for step in self.steps:
-            x = step(x)
-        return x
+    def __call__(self, image: Image.Image, amount: float, **how: Any) -> Image.Image:
+        """What the operation gives."""
+        self.notes.append(place(self.timms, amount, image.width))
+        moved: Image.Image = self.ours(image, amount, **how)
+        return moved
 
 
-def train_transform(size: int, augment: Augment) -> Transform:
-    """Picture -> (3, size, size), uint8; draws from the global generators, to be seeded outside."""
-    transform = transforms_imagenet_train(
-        size,
-        use_prefetcher=True,  # which is: stay uint8
-        scale=augment.scale,
-        ratio=augment.ratio,
-        hflip=augment.flip,
-        vflip=augment.vertical_flip,
-        color_jitter=augment.colour_jitter or None,
-        force_color_jitter=augment.force_colour_jitter,
-        auto_augment=augment.auto,
-        interpolation=augment.interpolation,
-    )
-    for step in transform.transforms:
-        for op in chain(getattr(step, "ops", ()), *getattr(step, "policy", ())):
-            if op.aug_fn is auto_augment.posterize:
-                op.aug_fn = posterize
-    return Chain(transform, Erase(augment.erase)) if augment.erase else transform
+class TrainTransform:
+    """Picture -> (3, size, size), uint8; draws from the global generators, to be seeded outside.
+
+    The draws are those of timm's transform, in its order. The resize is torch's, which has vector
+    instructions where Pillow has none: a pixel may differ by a grey level.
+    """
+
+    def __init__(self, size: int, augment: Augment) -> None:
+        self.size, self.augment = size, augment
+        self.notes: list[NDArray[np.float64]] = []
+        _, self.colour, _ = transforms_imagenet_train(
+            size,
+            use_prefetcher=True,  # which is: stay uint8
+            scale=augment.scale,
+            ratio=augment.ratio,
+            color_jitter=augment.colour_jitter or None,
+            force_color_jitter=augment.force_colour_jitter,
+            auto_augment=augment.auto,
+            interpolation=augment.interpolation,
+            separate=True,
+        )
+        for step in self.colour.transforms:
+            for op in chain(getattr(step, "ops", ()), *getattr(step, "policy", ())):
+                if op.aug_fn in GEOMETRIC:
+                    op.aug_fn = Noted(op.aug_fn, self.notes)
+                else:
+                    op.aug_fn = REPLACED.get(op.aug_fn, op.aug_fn)
+        self.erase = Erase(augment.erase) if augment.erase else None
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """The image alone."""
+        return self.see(image)[0]
+
+    def see(self, image: Image.Image) -> tuple[Tensor, NDArray[np.float32]]:
+        """The image, and what it shows.
+
+        The second is (2, 3): it takes a place (x, y, 1) in the image to its place (x, y) in the picture,
+        both counted from 0 to 1 across the whole.
+        """
+        augment, (w, h) = self.augment, image.size
+        y, x, height, width = RandomResizedCropAndInterpolation.get_params(
+            image, augment.scale, augment.ratio
+        )
+        matrix = np.array([[width / w, 0, x / w], [0, height / h, y / h], [0, 0, 1]])
+        image = resize(image.crop((x, y, x + width, y + height)), self.size, augment.interpolation)
+        if _chance(augment.flip):
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            matrix = matrix @ np.array([[-1, 0, 1], [0, 1, 0], [0, 0, 1]])
+        if _chance(augment.vertical_flip):
+            image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+            matrix = matrix @ np.array([[1, 0, 0], [0, -1, 1], [0, 0, 1]])
+        self.notes.clear()
+        pixels = to_tensor(self.colour(image))
+        for note in self.notes:
+            matrix = matrix @ note
+        if self.erase:
+            pixels = self.erase(pixels)
+        return pixels, matrix[:2].astype(np.float32)
+
+
+def _chance(p: float) -> bool:
+    return p > 0 and bool(torch.rand(1) < p)
+
+
+def resize(image: Image.Image, size: int, interpolation: str) -> Image.Image:
+    """RGB picture -> one of size x size; "random" draws bilinear or bicubic, as timm does."""
+    if interpolation == "random":
+        interpolation = random.choice(("bilinear", "bicubic"))
+    if image.size == (size, size):
+        return image
+    if interpolation not in ("bilinear", "bicubic"):
+        return image.resize((size, size), str_to_pil_interp(interpolation))
+    pixels = torch.from_numpy(np.array(image))[None].permute(0, 3, 1, 2)  # channels last
+    pixels = F.interpolate(pixels, (size, size), mode=interpolation, antialias=True)
+    return Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """RGB picture -> (3, h, w), uint8, channels last in memory."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def train_transform(size: int, augment: Augment) -> TrainTransform:
+    """What training does to a picture."""
+    return TrainTransform(size, augment)
 
 
 def posterize(image: Image.Image, bits: int, **others: Any) -> Image.Image:
@@ -110,15 +184,25 @@ def posterize(image: Image.Image, bits: int, **others: Any) -> Image.Image:
     return auto_augment.posterize(image, max(bits, 1), **others)
 
 
+REPLACED = FASTER | {auto_augment.posterize: posterize}  # timm's function: ours
+
+
 def eval_transform(size: int, crop: float, interpolation: str = "bicubic") -> Transform:
     """Picture -> (3, size, size), uint8: short side to size / crop, then the centre."""
-    return create_transform(
+    timm = create_transform(
         size, is_training=False, use_prefetcher=True, crop_pct=crop, interpolation=interpolation
     )
+    timm.transforms[-1] = to_tensor  # the same, but for the order in memory
+    return timm
 
 
 def normalise(images: Tensor) -> Tensor:
     """Uint8 (b, 3, h, w) -> float32, with the mean and deviation of ImageNet."""
-    mean = torch.tensor(IMAGENET_DEFAULT_MEAN, device=images.device).view(3, 1, 1)
-    std = torch.tensor(IMAGENET_DEFAULT_STD, device=images.device).view(3, 1, 1)
+    mean, std = _statistics(images.device)
     return (images.float() / 255 - mean) / std
+
+
+@cache  # making them anew would have the CPU wait for a GPU
+def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+    mean = torch.tensor(IMAGENET_DEFAULT_MEAN, device=device).view(3, 1, 1)
+    return mean, torch.tensor(IMAGENET_DEFAULT_STD, device=device).view(3, 1, 1)

@@ -14,6 +14,7 @@ from ..data.transforms import Augment
 from ..settings import Settings
 from ..tasks import Task
 from ..tasks.classification import ClassificationTask, Data, Model
+from ..tasks.token_labelling import TokenLabels
 
 
 class Optim(Settings):
@@ -120,6 +121,9 @@ class Recipe(Settings):
         return self.batch / self.optim.lr_batch if self.optim.scale_lr else 1.0
 
 
+NEEDED = {"token_labels.store": ", a folder that pale token-labels make wrote"}
+
+
 class Classification(Recipe):
     """A classifier. The defaults are the paper's ImageNet recipe."""
 
@@ -128,6 +132,7 @@ class Classification(Recipe):
     data: Data = Data()
     augment: Augment = Augment()
     mix: Mix = Mix()
+    token_labels: TokenLabels = TokenLabels()
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> Classification:
@@ -145,8 +150,11 @@ class Classification(Recipe):
             for part in name.split("."):
                 value = getattr(value, part)
             if value is None:
-                raise ValueError(f"the recipe {self.name} needs {name}; give --{name} VALUE")
-        return ClassificationTask(self.model, self.data, self.augment, self.mix, self.seed, classes)
+                hint = NEEDED.get(name, "")
+                raise ValueError(f"the recipe {self.name} needs {name}; give --{name} VALUE{hint}")
+        return ClassificationTask(
+            self.model, self.data, self.augment, self.mix, self.seed, classes, self.token_labels
+        )
 
     @property
     def workers(self) -> int:

@@ -25,6 +25,15 @@ def pale_t() -> Classification:
     )
 
 
+def pale_t_star() -> Classification:
+    """Pale-T from scratch on a small set, 128 px, with MixToken and token labels of a teacher."""
+    return vary(
+        pale_t(),
+        mix={"mixup": 0, "cutmix": 0, "tokens": 1.0},
+        required=("token_labels.store",),
+    )
+
+
 def pale_nano() -> Classification:
     """Our 2 M parameter model from scratch on a small set, 128 px; for a laptop."""
     return vary(

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from .. import weights as weight_files
 from ..data.images import Source, folder, hold_out, list_file
 from ..data.labelled import Labelled, SceneImages, collate
-from ..data.mixing import Mix, Mixer
+from ..data.mixing import Mix, Mixer, TokenMixer
 from ..data.scenes import Scenes
 from ..data.shards import Shards
+from ..data.token_labels import TokenLabelStore
 from ..data.transforms import Augment, eval_transform, normalise, train_transform
-from ..pale_transformer import VARIANTS, AttentionMode, Position
+from ..layers import TokenMix
+from ..pale_transformer import VARIANTS, AttentionMode, PaleTransformer, Position
 from ..settings import Settings
+from .token_labelling import TokenLabels, blocks, dense_targets
 
 VAL_SEED = 2**31  # scenes of validation: other ones than those of any training seed
 
@@ -141,6 +144,7 @@ class ClassificationTask:
         mix: Mix,
         seed: int,
         classes: Sequence[str] | None = None,
+        token_labels: TokenLabels | None = None,
     ) -> None:
         """Find the data.
 
@@ -151,6 +155,7 @@ class ClassificationTask:
             mix: how training mixes them.
             seed: of every draw.
             classes: for evaluation alone: the classes that the weights know; no training set is read.
+            token_labels: dense labels, and how much they count.
         """
         self.settings, self.data, self.augment, self.mix = model, data, augment, mix
         self.seed = seed
@@ -161,15 +166,52 @@ class ClassificationTask:
         self.classes = list(classes)
         self.val_source = data.val_source(seed, self.classes)
         self.mixer = Mixer(mix, len(self.classes), seed)
+        self.token_mixer = TokenMixer(mix, len(self.classes), seed)
+        self.token_labels = token_labels or TokenLabels()
+        self.store: TokenLabelStore | None = None
+        # What the model's first stage asks in training; none: it gives class logits alone.
+        self.token_mix: TokenMix | None = None
+        self.maps: list[tuple[int, int]] = []
+        if self.train_source is not None and (mix.tokens or self.token_labels.store is not None):
+            self._begin_tokens(self.train_source)
+
+    def _begin_tokens(self, source: Source) -> None:
+        """Open the store, and check what MixToken and token labels need."""
+        self.token_mix = TokenMix()
+        if self.settings.name not in VARIANTS:
+            raise ValueError(
+                f"MixToken and token labels need one of {', '.join(VARIANTS)}, got {self.settings.name}; "
+                "set mix.tokens to 0 and token_labels.store to null for other models"
+            )
+        if self.token_labels.store is None:
+            return
+        if self.mix.on:
+            raise ValueError(
+                f"token labels go with MixToken alone, got mix.mixup={self.mix.mixup:g} and "
+                f"mix.cutmix={self.mix.cutmix:g}; set both to 0, and mix.tokens to 1 for MixToken"
+            )
+        if (self.augment.auto or "").startswith("augmix"):
+            raise ValueError(
+                "token labels cannot follow AugMix, which lays several moved pictures over each other; "
+                f"use RandAugment or AutoAugment, got augment.auto={self.augment.auto!r}"
+            )
+        self.store = TokenLabelStore(self.token_labels.store, source)
 
     def model(self) -> nn.Module:
         """The network."""
-        return self.settings.build(len(self.classes), self.data.size)
+        model = self.settings.build(len(self.classes), self.data.size)
+        if self.token_mix is not None:
+            assert isinstance(model, PaleTransformer)
+            model.token_mix = self.token_mix
+            self.maps = model.config.maps(self.data.size, self.data.size)
+        return model
 
     def train_data(self) -> Labelled:
-        """Training pictures, augmented."""
+        """Training pictures, augmented, with their token labels where there is a store."""
         assert self.train_source is not None
-        return Labelled(self.train_source, train_transform(self.data.size, self.augment), self.seed)
+        transform = train_transform(self.data.size, self.augment)
+        labels = self.store.labels if self.store is not None else None
+        return Labelled(self.train_source, transform, self.seed, labels)
 
     def val_data(self) -> Labelled:
         """Validation pictures: resized, centre."""
@@ -181,16 +223,47 @@ class ClassificationTask:
         return collate(samples)
 
     def prepare(self, batch: dict[str, Any], step: int | None) -> dict[str, Any]:
-        """Normalised images; in training mixed, with soft labels as "targets"."""
+        """Normalised images; in training mixed, with soft labels as "targets".
+
+        With MixToken the images stay as they are, and the model is told what to mix. The labels of its
+        tokens are mixed likewise, as "token_targets"; the reference puts the outputs back in place of that,
+        which is the same sum.
+        """
         images = normalise(batch["images"])
         if step is None:
             return batch | {"images": images}
+        if self.token_mix is not None:
+            return batch | {"images": images} | self._prepare_tokens(batch, step)
         images, targets = self.mixer(images, batch["labels"], step)
         return batch | {"images": images, "targets": targets}
 
+    def _prepare_tokens(self, batch: dict[str, Any], step: int) -> dict[str, Any]:
+        assert self.token_mix is not None
+        labels: Tensor = batch["labels"]
+        first, last = self.maps[0], self.maps[-1]
+        cells = self.token_mixer.cells(last, step)
+        prepared = {"targets": self.token_mixer.targets(labels, cells)}
+        cells = cells.to(labels.device)
+        self.token_mix.set(blocks(cells, first, 2 ** (len(self.maps) - 1)))
+        if self.store is not None:
+            n, smoothing = len(self.classes), self.mix.smoothing
+            dense = dense_targets(
+                batch["token_scores"], batch["token_classes"], batch["places"], last, n
+            )
+            dense = (1 - smoothing) * dense + smoothing / n
+            prepared["token_targets"] = torch.where(cells[..., None], dense.flip(0), dense)
+        return prepared
+
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """Cross-entropy with the soft labels."""
-        return F.cross_entropy(model(batch["images"]).float(), batch["targets"])
+        """Cross-entropy with the soft labels; with token labels plus `weight` times that of the tokens."""
+        if self.token_mix is None:
+            return F.cross_entropy(model(batch["images"]).float(), batch["targets"])
+        logits, dense = model(batch["images"])
+        loss = F.cross_entropy(logits.float(), batch["targets"])
+        if self.store is None:
+            return loss
+        tokens = F.cross_entropy(dense.float().flatten(0, 2), batch["token_targets"].flatten(0, 2))
+        return loss + self.token_labels.weight * tokens
 
     def metric(self) -> TopK:
         """Top-1, top-5, loss."""

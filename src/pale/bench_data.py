@@ -1,0 +1,44 @@
+"""How fast a recipe's training pictures are read and augmented, with nothing else going on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from .data.labelled import batches, cores, make_loader
+from .data.stream import Stream, StreamSampler
+from .recipes.schema import Recipe
+
+
+def measure(recipe: Recipe, seconds: float) -> dict[str, Any]:
+    """Images a second of the training loader, over about `seconds` after every worker has got going."""
+    if seconds <= 0:
+        raise ValueError(f"--seconds must be greater than 0, got {seconds:g}")
+    task = recipe.task()
+    data = task.train_data()
+    samples = len(data)  # type: ignore[arg-type]
+    sampler = StreamSampler(Stream(samples, recipe.batch, 10**6, recipe.seed))
+    workers = min(recipe.workers, cores())
+    loader = make_loader(data, sampler, task.collate, workers, torch.cuda.is_available())
+    began, images, waits = time.perf_counter(), 0, 2 * workers + 1
+    for count, batch in enumerate(batches(loader), start=1):
+        now = time.perf_counter()
+        if count == waits:  # from here on, nothing was read before it was asked for
+            start = now
+        elif count > waits:
+            images += len(batch["keys"])
+            if now - start >= seconds:
+                break
+    return {
+        "recipe": recipe.name,
+        "pictures": samples,
+        "batch": recipe.batch,
+        "workers": workers,
+        "images": images,
+        "seconds": now - start,
+        "images_per_s": images / (now - start),
+        "worker_ms": 1000 * max(workers, 1) * (now - start) / images,
+        "warmup_s": start - began,
+    }
