@@ -47,7 +47,38 @@ def optimize(
                     setattr(module, name, FusedBlock(child))
             elif isinstance(child, PatchMerging):
                 child.conv.to(memory_format=torch.channels_last)
+                like = torch.empty(1, child.conv.in_channels, 1, 1, dtype=dtype, device=device)
+                if FusedStem.takes(child, like):
+                    setattr(module, name, FusedStem(child))
     return Graphed(model) if cuda_graph else model
+
+
+class FusedStem(nn.Module):
+    """The `PatchMerging` of images for inference: convolution, bias and norm as one kernel."""
+
+    CHANNELS = 4, 128  # of images, and of the map
+
+    def __init__(self, merging: PatchMerging) -> None:
+        super().__init__()
+        conv, self.norm = merging.conv, merging.norm
+        assert conv.bias is not None
+        self.kernel, self.stride = conv.kernel_size[0], conv.stride[0]
+        self.weights = nn.Buffer(pieces.stem_weights(conv.weight))
+        self.bias = conv.bias
+
+    @classmethod
+    def takes(cls, merging: PatchMerging, x: Tensor) -> bool:
+        """Whether the kernel can run it on images like `x`."""
+        conv, (most, widest) = merging.conv, cls.CHANNELS
+        few = conv.in_channels <= most and conv.out_channels <= widest
+        return few and conv.bias is not None and fused.takes_merging(merging, x)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, channels, h, w) -> (b, h / stride, w / stride, c), rounded up."""
+        norm = self.norm
+        affine = self.bias, norm.weight, norm.bias, norm.eps
+        return pieces.stem(x, self.weights, self.kernel, self.stride, *affine)
 
 
 class FusedBlock(nn.Module):

@@ -163,6 +163,14 @@ def test_outputs_and_gradients_err_at_most_twice_as_much_as_plain(shape, piece, 
 
 @kernels
 @needs_triton
+@pytest.mark.parametrize("piece", ["linear_three", *INFERENCE])
+def test_few_tokens_through_the_kernels_for_many(piece, monkeypatch):
+    monkeypatch.setattr(triton_op, "FEW", 0)
+    check(piece, arguments(piece, SMALL["ragged"]), DTYPES[-1])
+
+
+@kernels
+@needs_triton
 @pytest.mark.parametrize("piece", OPTIONAL)
 def test_without_what_is_optional(piece):
     values = arguments(piece, SMALL["ragged"])
@@ -173,9 +181,36 @@ def test_without_what_is_optional(piece):
 
 @kernels
 @needs_triton
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride"), [(3, 7, 4), (1, 7, 2), (4, 3, 1), (3, 7, 1)]
+)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_stem(channels, kernel, stride, channels_last):
+    images = torch.randn(2, channels, 13, 18, dtype=torch.float64, device=DEVICE)
+    weight = torch.randn(48, channels, kernel, kernel, dtype=torch.float64, device=DEVICE)
+    bias, gamma, beta = (torch.randn(48, dtype=torch.float64, device=DEVICE) for _ in range(3))
+
+    def plain(images, weight, bias, gamma, beta):
+        y = torch.nn.functional.conv2d(images, weight, bias, stride, kernel // 2)
+        return reference.norm(y.permute(0, 2, 3, 1), None, gamma, beta, 1e-5)
+
+    values = [x.to(DTYPES[-1]) for x in (images, weight, bias, gamma, beta)]
+    if channels_last:
+        values[0] = values[0].contiguous(memory_format=torch.channels_last)
+    packed = triton_op.stem_weights(values[1])
+    found = triton_op.stem(values[0], packed, kernel, stride, *values[2:], 1e-5)
+    expected = plain(*(x.double() for x in values))
+    assert found.shape == expected.shape
+    bound = 2 * (plain(*values) - expected).abs().max() + FLOOR[DTYPES[-1]] * expected.abs().max()
+    assert (found - expected).abs().max() <= bound
+
+
+@kernels
+@needs_triton
 @pytest.mark.parametrize("piece", ["finish", "mlp_residual"])
 def test_few_channels_through_the_kernels_for_many(piece, monkeypatch):
     monkeypatch.setattr(triton_op, "WHOLE", 0)
+    monkeypatch.setattr(triton_op, "FEW", 0)
     check(piece, arguments(piece, SMALL["ragged"]), DTYPES[-1])
 
 
@@ -249,7 +284,7 @@ def test_model_through_the_kernels_equals_the_plain_one(position):
         torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item() + 1e-6, rtol=1e-3)
     quick = pale.optimize(ours, dtype=torch.float32)
     torch.testing.assert_close(quick(x), expected, atol=1e-5, rtol=1e-4)
-    assert {type(m).__name__ for m in quick.modules()} >= {"FusedBlock"}
+    assert {type(m).__name__ for m in quick.modules()} >= {"FusedBlock", "FusedStem"}
     assert not any(isinstance(m, PaleBlock) for m in quick.modules())
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,14 @@ AVAILABLE = importlib.util.find_spec("triton") is not None
 # Triton decides this once, when the kernels are defined; so do we.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# Kernels that begin with `begin`: on GPUs that can, they are set up while the kernel before them still runs.
+WAITING = frozenset(
+    [
+        *("stem", "conv_norm", "conv_three", "linear", "linear_norm", "whole_mlp", "add_norm"),
+        *("attention_forward", "attention_forward_group"),
+    ]
+)
 
 # Kernel launches by name, for tests: a back-end that is tested must have run.
 launches: Counter[str] = Counter()
@@ -79,12 +88,23 @@ def _run(
     key = module, name, device, *kinds, *options.items(), *constants.items()
     if (found := _compiled.get(key)) is None:
         kernel = getattr(importlib.import_module(module), name)
+        if name in WAITING and dependent_launch():
+            options = options | {"launch_pdl": True}
         compiled = kernel[grid](*args, **options, **constants)
         order = tuple(constants[n] for n in kernel.arg_names if n in constants)
         _compiled[key] = compiled, order
         return
     compiled, order = found
     compiled[(*grid, 1, 1)[:3]](*args, *order)
+
+
+@cache
+def dependent_launch() -> bool:
+    """Whether all GPUs here can set a kernel up before the one it depends on has ended (Hopper and later)."""
+    if INTERPRETED or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    devices = range(torch.cuda.device_count())
+    return all(torch.cuda.get_device_capability(device) >= (9, 0) for device in devices)
 
 
 _library = torch.library.Library("pale", "FRAGMENT")

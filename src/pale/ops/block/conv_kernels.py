@@ -14,7 +14,7 @@ atomics, the same result every time.
 import triton
 import triton.language as tl
 
-from .triton_kernels import normalise
+from ..launching import begin
 
 
 @triton.jit
@@ -46,25 +46,26 @@ def load_four(p_x, i, j, end, w, o_c, m_c, C: tl.constexpr):
 
 
 @triton.jit
-def load_tap(p_t, o_c, m_c, t: tl.constexpr, C: tl.constexpr):
-    """Tap `t` of each channel, from (9, c)."""
-    return tl.load(p_t + t * C + o_c, mask=m_c, other=0.0)[None, :]
+def load_vector(p, j, o_c, m_c):
+    """A number of each channel, once for every column: in the places where the map is, nothing has to move."""
+    o = o_c[None, :] + tl.zeros_like(j)[:, None]
+    return tl.load(p + o, mask=m_c[None, :] & (j >= 0)[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_taps(p_t, o_c, m_c, C: tl.constexpr, FLIP: tl.constexpr):
+def load_taps(p_t, j, o_c, m_c, C: tl.constexpr, FLIP: tl.constexpr):
     """The taps of each row of the window; FLIP turns the window by 180 degrees."""
     o: tl.constexpr = 8 if FLIP else 0
     s: tl.constexpr = -1 if FLIP else 1
-    t0 = load_tap(p_t, o_c, m_c, o, C)
-    t1 = load_tap(p_t, o_c, m_c, o + s, C)
-    t2 = load_tap(p_t, o_c, m_c, o + 2 * s, C)
-    t3 = load_tap(p_t, o_c, m_c, o + 3 * s, C)
-    t4 = load_tap(p_t, o_c, m_c, o + 4 * s, C)
-    t5 = load_tap(p_t, o_c, m_c, o + 5 * s, C)
-    t6 = load_tap(p_t, o_c, m_c, o + 6 * s, C)
-    t7 = load_tap(p_t, o_c, m_c, o + 7 * s, C)
-    t8 = load_tap(p_t, o_c, m_c, o + 8 * s, C)
+    t0 = load_vector(p_t + o * C, j, o_c, m_c)
+    t1 = load_vector(p_t + (o + s) * C, j, o_c, m_c)
+    t2 = load_vector(p_t + (o + 2 * s) * C, j, o_c, m_c)
+    t3 = load_vector(p_t + (o + 3 * s) * C, j, o_c, m_c)
+    t4 = load_vector(p_t + (o + 4 * s) * C, j, o_c, m_c)
+    t5 = load_vector(p_t + (o + 5 * s) * C, j, o_c, m_c)
+    t6 = load_vector(p_t + (o + 6 * s) * C, j, o_c, m_c)
+    t7 = load_vector(p_t + (o + 7 * s) * C, j, o_c, m_c)
+    t8 = load_vector(p_t + (o + 8 * s) * C, j, o_c, m_c)
     return (t0, t1, t2), (t3, t4, t5), (t6, t7, t8)
 
 
@@ -88,19 +89,35 @@ def strip(h, w, rows, BLOCK_W: tl.constexpr):
 
 
 @triton.jit
-def sum_and_norm(
-    p_sum, p_norm, i, j, end, w, above, here, below, taps, vectors, eps, o_c, m_c, C: tl.constexpr
-):
-    """One row of `conv_norm`."""
-    b_b, b_gamma, b_beta = vectors
-    b_out = (here[1] + convolve(above, here, below, taps) + b_b).to(p_sum.dtype.element_ty)
-    b_norm, _ = normalise(b_out.to(tl.float32), m_c, eps, C)
-    b_norm = b_norm * b_gamma + b_beta
+def add_four(a0, a1, a2, a3, b0, b1, b2, b3):
+    """Four sums at once, for one exchange between threads instead of four."""
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def store_norm(p_norm, i, j, end, w, b_x, b_r, vectors, o_c, m_c, C: tl.constexpr):
+    """One row of the norm, from deviations and the reciprocals of their size."""
     i = i + tl.zeros_like(j)
     m_y = ((i < end) & (j < w))[:, None] & m_c[None, :]
     o_y = (i * w + j)[:, None] * C + o_c[None, :]
-    tl.store(p_sum + o_y, b_out, mask=m_y)
+    b_norm = b_x * b_r[:, None] * vectors[1] + vectors[2]
     tl.store(p_norm + o_y, b_norm.to(p_norm.dtype.element_ty), mask=m_y)
+
+
+@triton.jit
+def store_sum(p_sum, i, j, end, w, above, here, below, taps, vectors, o_c, m_c, C: tl.constexpr):
+    """One row of the sum, also returned in float32."""
+    b_x = (here[1] + convolve(above, here, below, taps) + vectors[0]).to(p_sum.dtype.element_ty)
+    i = i + tl.zeros_like(j)
+    m_y = ((i < end) & (j < w))[:, None] & m_c[None, :]
+    tl.store(p_sum + (i * w + j)[:, None] * C + o_c[None, :], b_x, mask=m_y)
+    return b_x.to(tl.float32)
+
+
+@triton.jit
+def deviation(b_x, b_sum, m_c, C: tl.constexpr):
+    """How far from their mean the channels of each token are."""
+    return tl.where(m_c[None, :], b_x - (b_sum / C)[:, None], 0.0)
 
 
 @triton.jit(do_not_specialize=["h", "w", "rows"])
@@ -109,6 +126,7 @@ def conv_norm(
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """The sum x + conv(x) + bias, and its LayerNorm."""
+    begin()
     image, start, end, j = strip(h, w, rows, BLOCK_W)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
@@ -119,18 +137,30 @@ def conv_norm(
     above = wide(load_row(p_x, start - 1, j, stop, w, o_c, m_c, C))
     here = wide(load_row(p_x, start, j, stop, w, o_c, m_c, C))
     four = load_four(p_x, start + 1, j, stop, w, o_c, m_c, C)
-    taps = load_taps(p_t, o_c, m_c, C, False)
-    b_b = tl.load(p_b + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    b_gamma = tl.load(p_gamma + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    b_beta = tl.load(p_beta + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    taps = load_taps(p_t, j, o_c, m_c, C, False)
+    b_b = load_vector(p_b, j, o_c, m_c)
+    b_gamma = load_vector(p_gamma, j, o_c, m_c)
+    b_beta = load_vector(p_beta, j, o_c, m_c)
     vectors = b_b, b_gamma, b_beta
     for i in range(start, end, 4):
         later = load_four(p_x, i + 5, j, stop, w, o_c, m_c, C)
         r0, r1, r2, r3 = wide(four[0]), wide(four[1]), wide(four[2]), wide(four[3])
-        sum_and_norm(p_sum, p_norm, i, j, end, w, above, here, r0, taps, vectors, eps, o_c, m_c, C)
-        sum_and_norm(p_sum, p_norm, i + 1, j, end, w, here, r0, r1, taps, vectors, eps, o_c, m_c, C)
-        sum_and_norm(p_sum, p_norm, i + 2, j, end, w, r0, r1, r2, taps, vectors, eps, o_c, m_c, C)
-        sum_and_norm(p_sum, p_norm, i + 3, j, end, w, r1, r2, r3, taps, vectors, eps, o_c, m_c, C)
+        x0 = store_sum(p_sum, i, j, end, w, above, here, r0, taps, vectors, o_c, m_c, C)
+        x1 = store_sum(p_sum, i + 1, j, end, w, here, r0, r1, taps, vectors, o_c, m_c, C)
+        x2 = store_sum(p_sum, i + 2, j, end, w, r0, r1, r2, taps, vectors, o_c, m_c, C)
+        x3 = store_sum(p_sum, i + 3, j, end, w, r1, r2, r3, taps, vectors, o_c, m_c, C)
+        s0, s1, s2, s3 = tl.reduce((x0, x1, x2, x3), 1, add_four)
+        x0, x1 = deviation(x0, s0, m_c, C), deviation(x1, s1, m_c, C)
+        x2, x3 = deviation(x2, s2, m_c, C), deviation(x3, s3, m_c, C)
+        s0, s1, s2, s3 = tl.reduce((x0 * x0, x1 * x1, x2 * x2, x3 * x3), 1, add_four)
+        b_r = tl.math.rsqrt(s0 / C + eps)
+        store_norm(p_norm, i, j, end, w, x0, b_r, vectors, o_c, m_c, C)
+        b_r = tl.math.rsqrt(s1 / C + eps)
+        store_norm(p_norm, i + 1, j, end, w, x1, b_r, vectors, o_c, m_c, C)
+        b_r = tl.math.rsqrt(s2 / C + eps)
+        store_norm(p_norm, i + 2, j, end, w, x2, b_r, vectors, o_c, m_c, C)
+        b_r = tl.math.rsqrt(s3 / C + eps)
+        store_norm(p_norm, i + 3, j, end, w, x3, b_r, vectors, o_c, m_c, C)
         above, here, four = r2, r3, later
 
 
@@ -149,11 +179,11 @@ def three_sums(p_y, n, i, j, end, w, above, here, below, taps, o_c, m_c, C: tl.c
 
 
 @triton.jit
-def load_taps_three(p_t, o_c, m_c, C: tl.constexpr, FLIP: tl.constexpr):
+def load_taps_three(p_t, j, o_c, m_c, C: tl.constexpr, FLIP: tl.constexpr):
     """Those of three convolutions."""
-    t0 = load_taps(p_t, o_c, m_c, C, FLIP)
-    t1 = load_taps(p_t + 9 * C, o_c, m_c, C, FLIP)
-    t2 = load_taps(p_t + 18 * C, o_c, m_c, C, FLIP)
+    t0 = load_taps(p_t, j, o_c, m_c, C, FLIP)
+    t1 = load_taps(p_t + 9 * C, j, o_c, m_c, C, FLIP)
+    t2 = load_taps(p_t + 18 * C, j, o_c, m_c, C, FLIP)
     return t0, t1, t2
 
 
@@ -163,6 +193,7 @@ def conv_three(
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Three convolutions of one map into (3, b, h, w, c); `tokens` is b*h*w."""
+    begin()
     image, start, end, j = strip(h, w, rows, BLOCK_W)
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < C
@@ -173,7 +204,7 @@ def conv_three(
     above = wide(load_row(p_x, start - 1, j, stop, w, o_c, m_c, C))
     here = wide(load_row(p_x, start, j, stop, w, o_c, m_c, C))
     four = load_four(p_x, start + 1, j, stop, w, o_c, m_c, C)
-    taps = load_taps_three(p_t, o_c, m_c, C, False)
+    taps = load_taps_three(p_t, j, o_c, m_c, C, False)
     for i in range(start, end, 4):
         later = load_four(p_x, i + 5, j, stop, w, o_c, m_c, C)
         r0, r1, r2, r3 = wide(four[0]), wide(four[1]), wide(four[2]), wide(four[3])
@@ -228,7 +259,7 @@ def conv_three_backward_x(
     here = wide_three(load_three(p_g, n, start, j, stop, w, o_c, m_c, C))
     next0 = load_three(p_g, n, start + 1, j, stop, w, o_c, m_c, C)
     next1 = load_three(p_g, n, start + 2, j, stop, w, o_c, m_c, C)
-    taps = load_taps_three(p_t, o_c, m_c, C, True)
+    taps = load_taps_three(p_t, j, o_c, m_c, C, True)
     for i in range(start, end, 2):
         later0 = load_three(p_g, n, i + 3, j, stop, w, o_c, m_c, C)
         later1 = load_three(p_g, n, i + 4, j, stop, w, o_c, m_c, C)
@@ -263,7 +294,7 @@ def conv_backward_x(
     above = wide(load_row(p_g, start - 1, j, stop, w, o_c, m_c, C))
     here = wide(load_row(p_g, start, j, stop, w, o_c, m_c, C))
     four = load_four(p_g, start + 1, j, stop, w, o_c, m_c, C)
-    taps = load_taps(p_t, o_c, m_c, C, True)
+    taps = load_taps(p_t, j, o_c, m_c, C, True)
     for i in range(start, end, 4):
         later = load_four(p_g, i + 5, j, stop, w, o_c, m_c, C)
         r0, r1, r2, r3 = wide(four[0]), wide(four[1]), wide(four[2]), wide(four[3])

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..kernels import INTERPRETED
+from ..launching import begin
 
 # The hardware's tanh is one instruction of NVIDIA's.
 PTX = tl.constexpr(not INTERPRETED and torch.version.hip is None)
@@ -46,6 +47,7 @@ def add_norm(
 
     `base` is the sum with a bias that the next layer will add to it, times its own scale.
     """
+    begin()
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
@@ -54,7 +56,7 @@ def add_norm(
     o_x = o_t[:, None] * C + o_c[None, :]
     b_x = tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.float32)
     if BIAS:
-        b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+        b_bias = tl.load(p_bias + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
         if not ADD:
             b_x += b_bias
     if ADD:
@@ -66,13 +68,13 @@ def add_norm(
         b_x = (b_x + b_y).to(p_base.dtype.element_ty).to(tl.float32)
         if SUM:
             tl.store(p_sum + o_x, b_x.to(p_sum.dtype.element_ty), mask=m_x)
-        b_next = tl.load(p_next + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+        b_next = tl.load(p_next + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
         if NEXT_SCALE:
             b_next = b_next * load_scale(p_next_scale, o_t, m_t, per_image)
         tl.store(p_base + o_x, (b_x + b_next).to(p_base.dtype.element_ty), mask=m_x)
     b_norm, _ = normalise(b_x, m_c, eps, C)
-    b_gamma = tl.load(p_gamma + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    b_beta = tl.load(p_beta + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    b_gamma = tl.load(p_gamma + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
+    b_beta = tl.load(p_beta + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
     tl.store(p_norm + o_x, (b_norm * b_gamma + b_beta).to(p_norm.dtype.element_ty), mask=m_x)
 
 
@@ -105,9 +107,9 @@ def norm_backward(
     """
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
-    b_gamma = tl.load(p_gamma + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    b_gamma = tl.load(p_gamma + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
     if BIAS:
-        b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+        b_bias = tl.load(p_bias + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
     b_dgamma = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     b_dbeta = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     b_total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
@@ -276,6 +278,16 @@ def sum_rows(
     tl.store(p_sums + o_y, tl.sum(b_sum, 0).to(p_sums.dtype.element_ty), mask=o_c < columns)
 
 
+@triton.jit
+def load_vectors(p_0, p_1, p_2, p_3, o_c, m_c):
+    """A number of each channel from four places."""
+    b_0 = tl.load(p_0 + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
+    b_1 = tl.load(p_1 + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
+    b_2 = tl.load(p_2 + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
+    b_3 = tl.load(p_3 + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
+    return b_0, b_1, b_2, b_3
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def linear_norm(
     p_y, p_w, p_b, p_x, p_next, p_gamma, p_beta, p_sum, p_norm, tokens, eps,
@@ -285,6 +297,7 @@ def linear_norm(
 
     `next` is a bias that the next layer will add to the sum: it is stored with it, after the norm.
     """
+    begin()
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     m_t = o_t < tokens
     o_c = tl.arange(0, BLOCK_C)
@@ -292,20 +305,24 @@ def linear_norm(
     o_k = tl.arange(0, BLOCK_K)
     p_yt = p_y + o_t[:, None] * C + o_k[None, :]
     p_wt = p_w + o_c[None, :] * C + o_k[:, None]
+    m_x = m_t[:, None] & m_c[None, :]
+    o_x = o_t[:, None] * C + o_c[None, :]
+    # With few tokens in a program there is room to have the rest here when the product is done.
+    early: tl.constexpr = BLOCK_T <= 16
+    if early:
+        b_x = tl.load(p_x + o_x, mask=m_x, other=0.0)
+        b_b, b_next, b_gamma, b_beta = load_vectors(p_b, p_next, p_gamma, p_beta, o_c, m_c)
     b_acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for k in tl.range(0, C, BLOCK_K):
         b_y = tl.load(p_yt + k, mask=m_t[:, None], other=0.0)
         b_w = tl.load(p_wt + k, mask=m_c[None, :], other=0.0)
         b_acc = tl.dot(b_y, b_w, b_acc, input_precision="ieee")
-    m_x = m_t[:, None] & m_c[None, :]
-    o_x = o_t[:, None] * C + o_c[None, :]
-    b_acc += tl.load(p_b + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    b_acc += tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_next = tl.load(p_next + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    if not early:
+        b_x = tl.load(p_x + o_x, mask=m_x, other=0.0)
+        b_b, b_next, b_gamma, b_beta = load_vectors(p_b, p_next, p_gamma, p_beta, o_c, m_c)
+    b_acc += b_b + b_x.to(tl.float32)
     tl.store(p_sum + o_x, (b_acc + b_next).to(p_sum.dtype.element_ty), mask=m_x)
     b_norm, _ = normalise(b_acc.to(p_sum.dtype.element_ty).to(tl.float32), m_c, eps, C)
-    b_gamma = tl.load(p_gamma + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    b_beta = tl.load(p_beta + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     tl.store(p_norm + o_x, (b_norm * b_gamma + b_beta).to(p_norm.dtype.element_ty), mask=m_x)
 
 
@@ -316,6 +333,7 @@ def whole_mlp(
     BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The sum x + W2 gelu(W1 n + b1), with the hidden layer in registers, BLOCK_H channels of it at a time."""
+    begin()
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
@@ -347,6 +365,7 @@ def linear(
 
     Where both are stored, the GELU goes into `a`, times one number for each image. BLOCK_K divides c.
     """
+    begin()
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     z = tl.program_id(1)
@@ -366,7 +385,7 @@ def linear(
         b_x = tl.load(p_xt + k, mask=m_t[:, None], other=0.0)
         b_w = tl.load(p_wt + k, mask=m_n[None, :], other=0.0)
         b_acc = tl.dot(b_x, b_w, b_acc, input_precision="ieee")
-    b_acc += tl.load(p_b + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    b_acc += tl.load(p_b + o_n[None, :], mask=m_n[None, :], other=0.0).to(tl.float32)
     m_y = m_t[:, None] & m_n[None, :]
     o_y = o_t[:, None] * N + o_n[None, :]
     if GELU:
@@ -378,3 +397,43 @@ def linear(
         if SCALE:
             b_a *= load_scale(p_scale, o_t, m_t, per_image)
         tl.store(p_a + o_y, b_a.to(p_a.dtype.element_ty), mask=m_y)
+
+
+@triton.jit(do_not_specialize=["h", "w", "rows", "columns", "x_b", "x_c", "x_h", "x_w"])
+def stem(
+    p_x, p_w, p_b, p_gamma, p_beta, p_norm, tokens, h, w, rows, columns, x_b, x_c, x_h, x_w, eps,
+    KERNEL: tl.constexpr, STRIDE: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """LayerNorm of a convolution of images, (b, CHANNELS, h, w) of any strides, into (b, rows, columns, c).
+
+    One product for each row of the window, of its SPAN >= KERNEL CHANNELS numbers, zeros at the end; weights are
+    (KERNEL, SPAN, c) likewise. Around the image are zeros.
+    """
+    begin()
+    o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    m_t = o_t < tokens
+    image = o_t // (rows * columns)
+    i = o_t // columns % rows * STRIDE - KERNEL // 2
+    j = o_t % columns * STRIDE - KERNEL // 2
+    o_c = tl.arange(0, BLOCK_C)
+    m_c = o_c < C
+    o_k = tl.arange(0, SPAN)
+    column = j[:, None] + (o_k // CHANNELS)[None, :]
+    m_x = (m_t[:, None] & (column >= 0)) & ((column < w) & (o_k < KERNEL * CHANNELS)[None, :])
+    o_x = (image.to(tl.int64) * x_b)[:, None] + column * x_w + (o_k % CHANNELS * x_c)[None, :]
+    b_acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    for r in tl.static_range(KERNEL):
+        row = i + r
+        inside = ((row >= 0) & (row < h))[:, None]
+        b_x = tl.load(p_x + o_x + (row * x_h)[:, None], mask=m_x & inside, other=0.0)
+        p_r = p_w + (r * SPAN + o_k)[:, None] * C + o_c[None, :]
+        b_w = tl.load(p_r, mask=m_c[None, :], other=0.0)
+        b_acc = tl.dot(b_x, b_w, b_acc, input_precision="ieee")
+    b_acc += tl.load(p_b + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
+    b_norm, _ = normalise(b_acc, m_c, eps, C)
+    b_gamma = tl.load(p_gamma + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
+    b_beta = tl.load(p_beta + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
+    p = p_norm + o_t.to(tl.int64)[:, None] * C + o_c[None, :]
+    b_norm = (b_norm * b_gamma + b_beta).to(p_norm.dtype.element_ty)
+    tl.store(p, b_norm, mask=m_t[:, None] & m_c[None, :])

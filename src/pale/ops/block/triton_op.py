@@ -24,6 +24,8 @@ __all__ = ["AVAILABLE", "INTERPRETED", "launches", "unsupported"]
 PROGRAMS, CHANNELS = 528, 1024
 # Up to this many channels a layer moves more than it multiplies, and our kernels with all around it beat cuBLAS.
 WHOLE = 128
+# Up to this many tokens a layer is over before it keeps a large GPU busy: blocks are small, so that many take part.
+FEW = 8192
 KERNELS, CONVOLUTIONS = __package__ + ".triton_kernels", __package__ + ".conv_kernels"
 
 
@@ -339,8 +341,10 @@ def _linear(
     block_t, block_n, block_k, warps = (64, 64, 32, 4) if _small(x) else (128, 128, 64, 8)
     if both is not None:
         block_t = 64
+    if tokens <= FEW and not _small(x):
+        block_t, block_n, block_k, warps = 32, 64, 128, 4
     block_n = min(block_n, _power(n))
-    block_k = next(k for k in (block_k, 32, 16) if c % k == 0)
+    block_k = next(k for k in (block_k, 64, 32, 16) if c % k == 0)
     blocks = {"BLOCK_T": block_t, "BLOCK_N": block_n, "BLOCK_K": block_k}
     grid = _ceil(tokens, block_t) * _ceil(n, block_n), len(weights)
     three = [(y * 3)[:3] for y in (weights, biases, out)]
@@ -639,10 +643,12 @@ def linear_norm(
         _add_norm(x, y, bias, None, next_bias, None, gamma, beta, None, total, normed, eps)
         return total, normed
     tokens = x.numel() // c
-    blocks = {"C": c, "BLOCK_C": _power(c), "BLOCK_T": 64}
-    blocks["BLOCK_K"] = next(k for k in ((64, 32, 16) if c <= 128 else (32, 16)) if c % k == 0)
+    blocks = {"C": c, "BLOCK_C": _power(c), "BLOCK_T": 16 if tokens <= FEW else 64}
+    wide = c <= 128 or tokens <= FEW
+    blocks["BLOCK_K"] = next(k for k in ((64, 32, 16) if wide else (32, 16)) if c % k == 0)
     tensors = y, weight, bias, x, next_bias, gamma, beta, total, normed
-    _launch("linear_norm", (_ceil(tokens, 64),), *tensors, tokens, eps, **blocks)
+    grid = (_ceil(tokens, blocks["BLOCK_T"]),)
+    _launch("linear_norm", grid, *tensors, tokens, eps, **blocks)
     return total, normed
 
 
@@ -650,7 +656,7 @@ def mlp_residual(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, total: Tensor
     """Linear, GELU and linear added to `total`, in place; the last bias is in it already."""
     hidden, c = w_1.shape
     tokens = x.numel() // c
-    if c <= WHOLE and hidden % 32 == 0:
+    if c <= WHOLE and hidden % 32 == 0 and tokens > FEW:
         out = torch.empty_like(total)
         blocks = {"C": c, "HIDDEN": hidden, "BLOCK_C": _power(c), "BLOCK_H": 32}
         blocks["QUICK"] = x.dtype != torch.float32
@@ -662,3 +668,35 @@ def mlp_residual(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, total: Tensor
     _linear(x, (w_1,), (b_1,), (y,), gelu=True)
     total.view(tokens, c).addmm_(y, w_2.T)
     return total
+
+
+def stem_weights(weight: Tensor) -> Tensor:
+    """Weights of a convolution, (c, channels, k, k), as the kernel reads them: (k, span, c), span a power of two."""
+    c, channels, k, _ = weight.shape
+    rows = weight.permute(2, 3, 1, 0).reshape(k, k * channels, c)
+    return F.pad(rows, (0, 0, 0, max(16, _power(k * channels)) - k * channels)).contiguous()
+
+
+def stem(
+    x: Tensor,
+    weights: Tensor,
+    kernel: int,
+    stride: int,
+    bias: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+) -> Tensor:
+    """LayerNorm of a convolution of (b, channels, h, w), into (b, rows, columns, c); `weights` are `stem_weights`."""
+    b, channels, h, w = x.shape
+    _, span, c = weights.shape
+    rows, columns = _ceil(h, stride), _ceil(w, stride)
+    y = x.new_empty((b, rows, columns, c))
+    tokens = b * rows * columns
+    x_b, x_c, x_h, x_w = x.stride()
+    numbers = tokens, h, w, rows, columns, x_b, x_c, x_h, x_w, eps
+    constants = {"KERNEL": kernel, "STRIDE": stride, "CHANNELS": channels, "SPAN": span}
+    blocks = {"C": c, "BLOCK_C": _power(c), "BLOCK_T": 32 if tokens <= FEW else 64}
+    tensors = x, weights, bias, gamma, beta, y
+    _launch("stem", (_ceil(tokens, blocks["BLOCK_T"]),), *tensors, *numbers, **constants, **blocks)
+    return y

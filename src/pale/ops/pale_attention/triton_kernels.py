@@ -8,6 +8,8 @@ Tokens past the end of a group are loaded from its last token instead, which nee
 import triton
 import triton.language as tl
 
+from ..launching import begin
+
 LINES = [
     f"{x}_{name}" for x in ("r", "c") for name in ("n", "first", "step", "many", "big", "small")
 ]
@@ -114,6 +116,7 @@ def attention_forward(
 
     The keys pass by in blocks; the last BLOCK_T or fewer of them are loaded first, so that nobody waits for them.
     """
+    begin()
     b = tl.program_id(2).to(tl.int64)
     p = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -172,6 +175,7 @@ def attention_forward_group(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`attention_forward` for groups of up to BLOCK_N tokens: one step of keys, and `per` heads one after the other."""
+    begin()
     b = tl.program_id(2).to(tl.int64)
     p = tl.program_id(1) // (heads // per)
     first = tl.program_id(1) % (heads // per) * per
