@@ -248,9 +248,23 @@ PAPER = (
     _row("Pale size", "7 7 7 7", replace(PALE_T, pale_size=7), (22, 4.2), (52, 996)),
     _row("Pale size", "9 9 9 9", replace(PALE_T, pale_size=9), (22, 5.4), (52, 1021)),
     _row("Attention mode", "Axial", replace(PALE_T, attention="axial"), (22, 3.8), (52, 929)),
-    _row("Attention mode", "Cross-Shaped", replace(PALE_T, attention="cross"), (22, 4.2), (52, 996)),
-    _row("Attention mode", "Pale (vanilla)", replace(PALE_T, attention="vanilla"), (22, 5.4), (52, 2677)),
-    _row("Attention mode", "Pale (sequential)", replace(PALE_T, attention="sequential"), (22, 4.2), (52, 996)),
+    _row(
+        "Attention mode", "Cross-Shaped", replace(PALE_T, attention="cross"), (22, 4.2), (52, 996)
+    ),
+    _row(
+        "Attention mode",
+        "Pale (vanilla)",
+        replace(PALE_T, attention="vanilla"),
+        (22, 5.4),
+        (52, 2677),
+    ),
+    _row(
+        "Attention mode",
+        "Pale (sequential)",
+        replace(PALE_T, attention="sequential"),
+        (22, 4.2),
+        (52, 996),
+    ),
     _row("Attention mode", "Pale (parallel)", PALE_T, (22, 4.2), (52, 996)),
     _row("Position", "no pos.", replace(PALE_T, position="none"), (22, 4.2), (51, 996)),
     _row("Position", "APE", replace(PALE_T, position="ape"), (22, 4.2), (59, 996)),

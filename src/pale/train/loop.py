@@ -36,6 +36,7 @@ from .environment import environment
 from .evaluate import Evaluation, autocast, to_device
 from .log import Display, Log
 from .optim import optimizer, schedule
+from .sync_batch_norm import sync_batch_norms
 
 SKIPS_IN_A_ROW = 10
 NAMED_SAMPLES = 4  # of a batch, in the message about a loss that is no number
@@ -104,12 +105,13 @@ class Trainer:
         self.recipe, self.run, self.world = recipe, run, world
         self.task = recipe.task()
         self.data = self.task.train_data()
-        self.stream = Stream(len(self.data), recipe.batch, recipe.epochs, recipe.seed)  # type: ignore[arg-type]
+        samples = len(self.data)  # type: ignore[arg-type]
+        self.stream = Stream(samples, recipe.batch, recipe.epochs, recipe.seed, recipe.steps)
         self.sampler = StreamSampler(
             self.stream, 0, world.rank, world.size, recipe.accumulate
         )  # checks that the batch can be shared out
         torch.manual_seed(recipe.seed)
-        self.model = self.task.model().to(world.device).train()
+        self.model = sync_batch_norms(self.task.model().to(world.device), world).train()
         piece = recipe.batch // (world.size * recipe.accumulate)
         self.drop_paths = DropPaths(self.model, recipe.batch, piece, recipe.seed)
         self.optimizer = optimizer(self.model, recipe)
@@ -282,6 +284,9 @@ class Trainer:
             with Stopper() as stopper, display:
                 self.log("start", step=self.step, steps=steps, **environment(world))
                 display.say(self._opening())
+                for note in getattr(self.task, "notes", ()):
+                    self.log("note", step=self.step, text=note)
+                    display.say(note)
                 stopped = self._loop(batches(loader), stopper, display)
                 if stopped:
                     self.save()
