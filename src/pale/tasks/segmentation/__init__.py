@@ -396,6 +396,10 @@ class SegmentationTask:
         assert self.train_source is not None
         return self.train_source.name(index)
 
+    def val_name(self, index: int) -> str:
+        """The file of a validation picture."""
+        return self.val_source.name(index)
+
     def panel(self, entry: dict[str, Any]) -> Image.Image:
         """For the report: picture, labels and prediction side by side."""
         index = entry["index"]
