@@ -99,8 +99,8 @@ def scaled_crop(
 def scaled_mask(mask: Labels, size: tuple[int, int]) -> Labels:
     """The mask scaled to `size` (h, w): each pixel takes the label at its centre."""
     h, w = mask.shape
-    rows = ((np.arange(size[0]) + 0.5) * h / size[0]).astype(np.int64)
-    columns = ((np.arange(size[1]) + 0.5) * w / size[1]).astype(np.int64)
+    rows = (2 * np.arange(size[0]) + 1) * h // (2 * size[0])
+    columns = (2 * np.arange(size[1]) + 1) * w // (2 * size[1])
     return mask[rows[:, None], columns[None, :]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -139,7 +140,9 @@ def init_backbone(model: UperNet, path: Path) -> str:
     own = inner.state_dict()
     # timm's own adapter, for tables that depend on the size, as Swin's.
     if adapt is not None and any(n in own and t.shape != own[n].shape for n, t in tensors.items()):
-        tensors = adapt(tensors, inner)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about the speed of its interpolation
+            tensors = adapt(tensors, inner)
     sized = ("ape.map",)  # resized while loading
     fitting = {
         name: t

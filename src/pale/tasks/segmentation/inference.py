@@ -120,9 +120,8 @@ class Resized:
         y0, y1, x0, x1 = (
             i.to(part.device) for i in (y0 - first, y1 - first, x0 - x0[0], x1 - x0[0])
         )
-        x, y = x.to(part), y.to(part)
-        rows = part[:, y0] * (1 - y)[:, None] + part[:, y1] * y[:, None]
-        return rows[:, :, x0] * (1 - x) + rows[:, :, x1] * x
+        rows = torch.lerp(part.index_select(1, y0), part.index_select(1, y1), y.to(part)[:, None])
+        return torch.lerp(rows.index_select(2, x0), rows.index_select(2, x1), x.to(part))
 
 
 def _neighbours(start: int, end: int, of: int, to: int) -> tuple[Tensor, Tensor, Tensor]:
