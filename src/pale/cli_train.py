@@ -133,9 +133,10 @@ def _recipes(args: argparse.Namespace) -> None:
     if args.json:
         sys.stdout.write(json.dumps({name: r.about for name, r in all_.items()}, indent=1) + "\n")
         return
-    table = Table("recipe", "what", "epochs", "batch")
+    table = Table("recipe", "what", "length", "batch")
     for name, recipe in all_.items():
-        table.add_row(name, recipe.about, str(recipe.epochs), str(recipe.batch))
+        length = f"{recipe.epochs} epochs" if recipe.steps is None else f"{recipe.steps} steps"
+        table.add_row(name, recipe.about, length, str(recipe.batch))
     _console().print(table)
     _console().print("pale recipes show NAME prints one; pale train NAME --data.root DIR runs it.")
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 import pale
 from pale import weights as weight_files
 from pale.cli import main
-from pale.recipes import get
 from pale.recipes.schema import text
 from pale.train.distributed import World
 from pale.train.log import read
@@ -334,28 +333,25 @@ def test_ade20k_trains_and_evaluates_end_to_end(tmp_path, capsys, project):
 
 
 @pytest.mark.slow
-def test_upernet_learns_scenes(tmp_path):
-    """The large version is `pale train quickstart.segmentation`, which reaches over 85."""
-    recipe = get("quickstart.segmentation").override(
-        {
-            "model.options": {
-                "depths": [1, 1, 1, 1],
-                "channels": [16, 24, 32, 48],
-                "heads": [2, 2, 2, 2],
-            },
-            "model.width": 24,
-            "model.auxiliary": 12,
-            "data.size": 32,
-            "augment.crop": 32,
-            "data.samples": 512,
-            "data.val_samples": 48,
-            "steps": 220,
-            "warmup_steps": 22,
-            "optim.lr": 4e-3,
-            "loss.class_weights": [0.5] + [2.0] * 8,
-        }
+def test_upernet_learns_to_tell_shapes_from_background(tmp_path):
+    """On scenes that it has not seen. The large version, with all classes, is `pale train quickstart.segmentation`."""
+    root = write_masks(tmp_path / "data", counts=(96, 16))
+    for path in (root / "masks").rglob("*.png"):
+        Image.fromarray((np.asarray(Image.open(path)) > 0).astype(np.uint8)).save(path)
+    (root / "classes.txt").write_text("background\nshape\n")
+    recipe = own_masks(
+        root,
+        model__options={"depths": [1] * 4, "channels": [16, 24, 32, 48], "heads": [2] * 4},
+        model__width=24,
+        model__drop_path=0.0,
+        augment__distort=0.0,
+        augment__scale=[1.0, 1.0],
+        optim__lr=4e-3,
+        batch=16,
+        steps=160,
+        warmup_steps=10,
+        eval_every=100,
     )
-    outcome = train(recipe, tmp_path, CPU, quiet=True)
-    # All background is some 7 mIoU and 70 % of the pixels.
-    assert outcome.figures["aacc"] > 80
-    assert outcome.figures["miou"] > 18
+    outcome = train(recipe, tmp_path / "run", CPU, quiet=True)
+    # All background is some 35 mIoU and 70 % of the pixels.
+    assert outcome.figures["miou"] > 70, outcome.figures

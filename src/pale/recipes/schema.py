@@ -190,6 +190,11 @@ class Segmentation(Recipe):
             raise ValueError(
                 f"warmup_steps must be fewer than steps, got {self.warmup_steps} and {self.steps}; set both"
             )
+        if self.steps is None and self.warmup_steps is None and self.warmup_epochs >= self.epochs:
+            raise ValueError(
+                f"warmup_epochs must be fewer than epochs, got {self.warmup_epochs:g} and {self.epochs}; "
+                "set both"
+            )
         if self.batch // self.accumulate < 2:
             raise ValueError(
                 f"batch norm needs at least two images at a time, got batch {self.batch} in "
