@@ -20,7 +20,7 @@ from .data.masks import Colour, Labels, palette
 from .recipes.schema import Segmentation
 from .settings import vary
 from .tasks.segmentation.inference import Inference, Segmenter
-from .tasks.segmentation.metric import indexed, overlay
+from .tasks.segmentation.metric import indexed, overlay, pixel_counts
 from .train.distributed import World
 from .train.evaluate import Evaluation
 
@@ -156,7 +156,7 @@ class Predictor:
     def __call__(self, path: Path) -> Prediction:
         """Segment one picture."""
         labels = self.segment(to_tensor(read_image(path))).numpy()
-        counts = np.bincount(labels.ravel(), minlength=len(self.classes))
+        counts = pixel_counts(labels, len(self.classes))
         order = np.argsort(-counts, kind="stable")
         shares = {self.classes[i]: 100 * counts[i] / labels.size for i in order if counts[i]}
         return Prediction(path, labels, {name: float(share) for name, share in shares.items()})

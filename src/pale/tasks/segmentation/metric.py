@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from .inference import Inference, Segmenter
 
 SHOWN = 6  # images at each end
 KEPT_SIDE = 320  # pixels of a kept prediction
+STRIP = 256  # rows
 
 
 def confusion(labels: Tensor, guesses: Tensor, classes: int) -> Tensor:
@@ -136,6 +138,14 @@ def unpack(text: str) -> Labels:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))))
 
 
+def pixel_counts(labels: Labels, classes: int) -> NDArray[np.int64]:
+    """Pixels of each class, counted in strips."""
+    counts = np.zeros(256, np.int64)
+    for top in range(0, len(labels), STRIP):
+        counts += np.bincount(labels[top : top + STRIP].ravel(), minlength=256)
+    return counts[:classes]
+
+
 def indexed(labels: Labels, colours: Sequence[Colour]) -> Image.Image:
     """A palette PNG: pixels are class numbers, shown in their colours; ignored ones are white."""
     h, w = labels.shape
@@ -155,10 +165,13 @@ def overlay(
     mask = Image.fromarray(labels)
     if mask.size != picture.size:
         mask = mask.resize(picture.size, Image.Resampling.NEAREST)
-    index = np.asarray(mask)
+    index, pixels = np.asarray(mask), np.asarray(picture.convert("RGB"))
     table = np.zeros((256, 3), np.float32)
     table[: len(colours)] = colours
-    pixels = np.asarray(picture.convert("RGB")).astype(np.float32)
-    known = (index != IGNORED)[..., None]
-    mixed = np.where(known, (1 - strength) * pixels + strength * table[index], pixels)
-    return Image.fromarray(mixed.round().astype(np.uint8))
+    mixed = np.empty_like(pixels)
+    for top in range(0, len(index), STRIP):  # a large picture in floats would be many times itself
+        rows = slice(top, top + STRIP)
+        known = (index[rows] != IGNORED)[..., None]
+        both = (1 - strength) * pixels[rows] + strength * table[index[rows]]
+        mixed[rows] = np.where(known, both.round(), pixels[rows])
+    return Image.fromarray(mixed)
