@@ -237,6 +237,7 @@ def _cost(args: argparse.Namespace) -> None:
         table = Table(
             "",
             "row",
+            "columns",
             "params [paper]",
             "G multiply-adds [paper]",
             "difference",
@@ -249,6 +250,7 @@ def _cost(args: argparse.Namespace) -> None:
             table.add_row(
                 row.table if before is None or before.table != row.table else "",
                 row.setting,
+                row.task,
                 f"{row.params:.1f} M \\[{row.params_paper:g}]",
                 f"{row.macs:.3f} \\[{row.macs_paper:g}]",
                 f"{row.difference:+.1%}",
@@ -256,7 +258,8 @@ def _cost(args: argparse.Namespace) -> None:
             )
         _print(table)
         _print(
-            "Counted at 224x224 as the paper pads; 'ragged' is what our groups cost, which are never padded."
+            "Counted as the paper pads, imagenet at 224x224, ade20k with UperNet at 512x2048; "
+            "'ragged' is what our groups cost, which are never padded."
         )
         return
     config, size = _config(args), tuple(args.size)

@@ -14,6 +14,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from . import cli_segment
+
 # Commands that take the settings of a recipe as options.
 OVERRIDDEN = ("train", "eval", "bench data", "token-labels make")
 
@@ -36,6 +38,9 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run")
     # Not --run: torchrun would take it for an abbreviation of its own --run-path.
     train.add_argument("--output", type=Path, help="the run's folder, by default runs/RECIPE")
+    train.add_argument(
+        "--init", type=Path, metavar="FILE", help="start the backbone from a classifier's weights"
+    )
     train.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     train.epilog = (
         "Every setting of a recipe is an option too: --data.root DIR --optim.lr 1e-3 --epochs 10."
@@ -46,12 +51,25 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
     eval_.add_argument("--recipe", help="for foreign weights: the recipe that says model and data")
     eval_.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     eval_.add_argument("--batch-size", type=int, default=64, help="images at a time (default 64)")
+    eval_.add_argument(
+        "--protocol",
+        choices=["single", "multi", "both"],
+        default="both",
+        help="segmentation: one scale, several scales with flip, or both (default)",
+    )
+    eval_.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="segmentation: folder for JSON and tables (RUN/evaluation)",
+    )
     eval_.epilog = "Settings of the recipe are options too: --data.root DIR --data.size 384."
 
     bench = command("bench data", _bench_data, "measure how fast a recipe's pictures are read")
     bench.add_argument("recipe", help="a recipe: pale recipes lists them")
     bench.add_argument("--seconds", type=float, default=20.0, help="to measure (default 20)")
     bench.epilog = "Settings of the recipe are options: --data.root DIR --data.workers 16."
+    cli_segment.add_predict(command)
 
     report = command("report", _report, "write report.html of a run, finished or not")
     report.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
@@ -92,6 +110,7 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
     check.add_argument("--splits", nargs="+", default=["train", "val"], help="default: train val")
     check.add_argument("--sheet", type=Path, help="also draw some pictures of each class: out.png")
     check.add_argument("--workers", type=int, help="processes (default: one a core)")
+    cli_segment.add_check(check)
     pack = add(kinds, "pack", _pack, "pack folders of images into tar shards")
     pack.add_argument("root", type=Path, help="holds train/<class>/<picture> and val/...")
     pack.add_argument("output", type=Path, help="folder for the shards")
@@ -136,9 +155,10 @@ def _recipes(args: argparse.Namespace) -> None:
     if args.json:
         sys.stdout.write(json.dumps({name: r.about for name, r in all_.items()}, indent=1) + "\n")
         return
-    table = Table("recipe", "what", "epochs", "batch")
+    table = Table("recipe", "what", "length", "batch")
     for name, recipe in all_.items():
-        table.add_row(name, recipe.about, str(recipe.epochs), str(recipe.batch))
+        length = f"{recipe.epochs} epochs" if recipe.steps is None else f"{recipe.steps} steps"
+        table.add_row(name, recipe.about, length, str(recipe.batch))
     _console().print(table)
     _console().print("pale recipes show NAME prints one; pale train NAME --data.root DIR runs it.")
 
@@ -172,6 +192,10 @@ def _train(args: argparse.Namespace) -> int:
                     f"{run} holds a run already; go on with it: pale train --resume {run}, "
                     "or choose another folder: --output DIR"
                 )
+        if args.init is not None:
+            if resume and args.resume is not None:
+                raise ValueError("a run that goes on has its weights; --init belongs to a new one")
+            recipe = recipe.started_from(args.init)
         outcome = train(recipe.override(args.overrides), run, world, resume=resume, quiet=args.json)
         if args.json and world.main:
             about = {"run": str(run), "step": outcome.step, "steps": outcome.steps}
@@ -190,7 +214,7 @@ def _free(path: Path) -> Path:
 def _eval(args: argparse.Namespace) -> None:
     from . import weights as weight_files
     from .recipes import get
-    from .recipes.schema import parse
+    from .recipes.schema import Segmentation, parse
     from .train.distributed import join
     from .train.evaluate import Evaluation
 
@@ -201,7 +225,12 @@ def _eval(args: argparse.Namespace) -> None:
         )
     recipe = get(args.recipe) if args.recipe else parse(weights.about["recipe"], str(args.weights))
     # Its own weights are loaded below; those that training began with may be gone.
-    recipe = recipe.override({"model.weights": None, "model.new_head": False} | args.overrides)
+    recipe = recipe.override({"model.weights": None, "model.new_head": False})
+    if isinstance(recipe, Segmentation):
+        recipe = recipe.override({"model.init": None} | args.overrides)
+        cli_segment.evaluate(args, recipe, weights)
+        return
+    recipe = recipe.override(args.overrides)
     with join(args.device) as world:
         task = recipe.task(weights.about.get("classes"))
         model = task.model()
@@ -323,6 +352,8 @@ def _token_labels(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace) -> int:
     from .data.check import SHOWN, check, sheet
 
+    if cli_segment.wants_masks(args):
+        return cli_segment.check(args)
     found = check(args.root, tuple(args.splits), args.workers)
     if args.sheet:
         sheet(args.root, next(iter(found.counts)), args.sheet)

@@ -146,6 +146,40 @@ def classifier(config: PaleConfig, size: tuple[int, int], *, num_classes: int = 
     )
 
 
+POOLS = (1, 2, 3, 6)  # UperNet's pyramid
+
+
+def upernet(
+    config: PaleConfig,
+    size: tuple[int, int],
+    *,
+    num_classes: int = 150,
+    width: int = 512,
+    auxiliary: int = 256,
+) -> Cost:
+    """UperNet's heads and the norms of the four maps; the auxiliary head has parameters but is not run."""
+    maps, channels, c = config.maps(*size), config.channels, width
+    (h, w), (h_4, w_4) = maps[0], maps[-1]
+    parts = [Part("norms", 2 * sum(channels), 0)]
+
+    def conv(name: str, c_in: int, kernel: int, pixels: int) -> None:
+        weights = c_in * c * kernel**2
+        parts.append(Part(f"decode.{name}", weights + 2 * c, pixels * weights))
+
+    for i, n in enumerate(POOLS):
+        conv(f"pyramid.cells.{i}", channels[-1], 1, n * n)
+    conv("pyramid.merge", channels[-1] + len(POOLS) * c, 3, h_4 * w_4)
+    for i, (c_i, (h_i, w_i)) in enumerate(zip(channels[:-1], maps, strict=False)):
+        conv(f"laterals.{i}", c_i, 1, h_i * w_i)
+        conv(f"smooth.{i}", c, 3, h_i * w_i)
+    conv("fuse", len(channels) * c, 3, h * w)
+    parts.append(Part("decode.classifier", (c + 1) * num_classes, h * w * c * num_classes))
+    if auxiliary:
+        fcn = channels[2] * auxiliary * 9 + 2 * auxiliary + (auxiliary + 1) * num_classes
+        parts.append(Part("auxiliary", fcn, 0))
+    return Cost(tuple(parts))
+
+
 def count(
     config: PaleConfig,
     size: tuple[int, int],
@@ -169,7 +203,10 @@ class Task:
     head: Callable[[PaleConfig, tuple[int, int]], Cost]
 
 
-TASKS = {task.name: task for task in (Task("imagenet", (224, 224), classifier),)}
+TASKS = {
+    task.name: task
+    for task in (Task("imagenet", (224, 224), classifier), Task("ade20k", (512, 2048), upernet))
+}
 
 
 @dataclass(frozen=True)
@@ -182,8 +219,15 @@ class Row:
     figures: dict[str, tuple[float, float]]
 
 
-def _row(table: str, setting: str, config: PaleConfig, imagenet: tuple[float, float]) -> Row:
-    return Row(table, setting, config, {"imagenet": imagenet})
+def _row(
+    table: str,
+    setting: str,
+    config: PaleConfig,
+    imagenet: tuple[float, float] | None = None,
+    ade20k: tuple[float, float] | None = None,
+) -> Row:
+    columns = {"imagenet": imagenet, "ade20k": ade20k}
+    return Row(table, setting, config, {name: f for name, f in columns.items() if f is not None})
 
 
 # Variants and ImageNet-1K share their figures; the starred rows (token labelling) are the same
@@ -195,19 +239,36 @@ PAPER = (
     _row("Variants, ImageNet-1K", "Pale-S*", PALE_S, (48, 9.0)),
     _row("Variants, ImageNet-1K", "Pale-B", PALE_B, (85, 15.6)),
     _row("Variants, ImageNet-1K", "Pale-B*", PALE_B, (85, 15.6)),
-    _row("Pale size", "1 1 1 1", replace(PALE_T, pale_size=1), (22, 3.8)),
-    _row("Pale size", "3 3 3 3", replace(PALE_T, pale_size=3), (22, 4.1)),
-    _row("Pale size", "5 5 5 5", replace(PALE_T, pale_size=5), (22, 4.4)),
-    _row("Pale size", "7 7 7 7", replace(PALE_T, pale_size=7), (22, 4.2)),
-    _row("Pale size", "9 9 9 9", replace(PALE_T, pale_size=9), (22, 5.4)),
-    _row("Attention mode", "Axial", replace(PALE_T, attention="axial"), (22, 3.8)),
-    _row("Attention mode", "Cross-Shaped", replace(PALE_T, attention="cross"), (22, 4.2)),
-    _row("Attention mode", "Pale (vanilla)", replace(PALE_T, attention="vanilla"), (22, 5.4)),
-    _row("Attention mode", "Pale (sequential)", replace(PALE_T, attention="sequential"), (22, 4.2)),
-    _row("Attention mode", "Pale (parallel)", PALE_T, (22, 4.2)),
-    _row("Position", "no pos.", replace(PALE_T, position="none"), (22, 4.2)),
-    _row("Position", "APE", replace(PALE_T, position="ape"), (22, 4.2)),
-    _row("Position", "CPE", PALE_T, (22, 4.2)),
+    _row("ADE20K", "Pale-T", PALE_T, ade20k=(52, 996)),
+    _row("ADE20K", "Pale-S", PALE_S, ade20k=(80, 1135)),
+    _row("ADE20K", "Pale-B", PALE_B, ade20k=(119, 1311)),
+    _row("Pale size", "1 1 1 1", replace(PALE_T, pale_size=1), (22, 3.8), (52, 929)),
+    _row("Pale size", "3 3 3 3", replace(PALE_T, pale_size=3), (22, 4.1), (52, 950)),
+    _row("Pale size", "5 5 5 5", replace(PALE_T, pale_size=5), (22, 4.4), (52, 972)),
+    _row("Pale size", "7 7 7 7", replace(PALE_T, pale_size=7), (22, 4.2), (52, 996)),
+    _row("Pale size", "9 9 9 9", replace(PALE_T, pale_size=9), (22, 5.4), (52, 1021)),
+    _row("Attention mode", "Axial", replace(PALE_T, attention="axial"), (22, 3.8), (52, 929)),
+    _row(
+        "Attention mode", "Cross-Shaped", replace(PALE_T, attention="cross"), (22, 4.2), (52, 996)
+    ),
+    _row(
+        "Attention mode",
+        "Pale (vanilla)",
+        replace(PALE_T, attention="vanilla"),
+        (22, 5.4),
+        (52, 2677),
+    ),
+    _row(
+        "Attention mode",
+        "Pale (sequential)",
+        replace(PALE_T, attention="sequential"),
+        (22, 4.2),
+        (52, 996),
+    ),
+    _row("Attention mode", "Pale (parallel)", PALE_T, (22, 4.2), (52, 996)),
+    _row("Position", "no pos.", replace(PALE_T, position="none"), (22, 4.2), (51, 996)),
+    _row("Position", "APE", replace(PALE_T, position="ape"), (22, 4.2), (59, 996)),
+    _row("Position", "CPE", PALE_T, (22, 4.2), (52, 996)),
 )
 
 

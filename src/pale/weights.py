@@ -89,8 +89,9 @@ def put(model: nn.Module, weights: Weights, source: str | os.PathLike[str], new_
         new_head: leave the classifier as it is, for other classes.
     """
     own, tensors = model.state_dict(), dict(weights.tensors)
-    classifier = str(getattr(model, "pretrained_cfg", {}).get("classifier", "head.fc"))
-    head = [name for name in own if name.startswith(classifier + ".")]
+    classifier = getattr(model, "pretrained_cfg", {}).get("classifier", "head.fc")
+    several = classifier if isinstance(classifier, list | tuple) else (classifier,)
+    head = [name for name in own if name.startswith(tuple(f"{each}." for each in several))]
     if new_head:
         tensors |= {name: own[name] for name in head}
     for name in head:

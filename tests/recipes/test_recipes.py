@@ -77,6 +77,25 @@ def test_ablations_differ_from_pale_t_in_one_thing_alone():
     assert sum(name.startswith("ablations.") for name in RECIPES) == 13
 
 
+def test_ade20k_holds_every_value_of_the_papers_appendix():
+    tiny, small, base = (get(f"ade20k.upernet_pale_{size}") for size in "tsb")
+    for recipe in (tiny, small, base):
+        assert (recipe.steps, recipe.batch, recipe.warmup_steps) == (160_000, 16, 1500)
+        assert (recipe.peak_lr, recipe.optim.weight_decay) == (6e-5, 0.01)
+        assert (recipe.optim.schedule, recipe.optim.min_lr) == ("linear", 0)
+        assert (recipe.augment.crop, recipe.augment.scale) == (512, (0.5, 2.0))
+        assert (recipe.augment.flip, recipe.augment.distort) == (0.5, 1)
+        assert recipe.augment.most_of_one_class == 0.75
+        assert (recipe.model.width, recipe.loss.auxiliary) == (512, 0.4)
+        assert (recipe.test.scales, recipe.test.flip) == ((1.0,), False)
+        assert recipe.multi.scales == (0.75, 1.0, 1.25, 1.5, 1.75)
+        assert recipe.multi.flip
+        assert recipe.data.reduce_zero
+    assert [r.model.drop_path for r in (tiny, small, base)] == [0.3, 0.3, 0.5]
+    assert [r.reported.miou for r in (tiny, small, base)] == [50.4, 51.2, 52.2]
+    assert [r.reported.miou_multi for r in (tiny, small, base)] == [51.2, 52.2, 53.0]
+
+
 def test_peers_of_timms_are_built_by_name():
     recipe = get("small_data.pale_t").override({"model.name": "resnet18", "model.drop_path": 0})
     with torch.device("meta"):
@@ -126,5 +145,7 @@ def test_files_that_hold_no_recipe_are_refused(tmp_path):
         read(path)
     with pytest.raises(ValueError, match="holds no recipe"):
         parse([1], "x")
-    with pytest.raises(ValueError, match="kind must be one of classification, got 'poem'"):
+    with pytest.raises(
+        ValueError, match="kind must be one of classification, segmentation, got 'poem'"
+    ):
         parse(yaml.safe_load("kind: poem"), "x")

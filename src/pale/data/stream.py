@@ -47,11 +47,12 @@ class Stream:
     batch: int
     epochs: int
     seed: int
+    exactly: int | None = None  # steps, whatever `epochs` says
 
     @cached_property
     def steps(self) -> int:
         """Number of steps."""
-        return -(-self.samples * self.epochs // self.batch)
+        return self.exactly or -(-self.samples * self.epochs // self.batch)
 
     def epoch(self, step: int) -> int:
         """The epoch in which a step begins, from 0."""

@@ -8,7 +8,17 @@ from difflib import get_close_matches
 from types import ModuleType
 
 from ..settings import vary
-from . import ablations, finetune, imagenet, quickstart, small_data
+from . import (
+    ablations,
+    ade20k,
+    camvid,
+    finetune,
+    imagenet,
+    pets,
+    quickstart,
+    small_data,
+    small_masks,
+)
 from .schema import Recipe
 
 
@@ -25,7 +35,17 @@ def _functions(module: ModuleType) -> dict[str, Callable[[], Recipe]]:
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     name: function
-    for module in (quickstart, imagenet, ablations, small_data, finetune)
+    for module in (
+        quickstart,
+        imagenet,
+        ablations,
+        small_data,
+        finetune,
+        ade20k,
+        camvid,
+        pets,
+        small_masks,
+    )
     for name, function in _functions(module).items()
 }
 

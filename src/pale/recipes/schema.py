@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import Field, model_validator
 
+from ..data.mask_transforms import MaskAugment
 from ..data.mixing import Mix
 from ..data.transforms import Augment
 from ..settings import Settings
 from ..tasks import Task
 from ..tasks.classification import ClassificationTask, Data, Model
+from ..tasks.segmentation import MaskData, SegmentationModel, SegmentationTask
+from ..tasks.segmentation.inference import MULTI_SCALES, Inference
+from ..tasks.segmentation.loss import Loss
 from ..tasks.token_labelling import TokenLabels
 
 
@@ -31,6 +35,7 @@ class Optim(Settings):
     )  # factor from each block to the one before
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
+    schedule: Literal["cosine", "linear"] = "cosine"  # from the warm-up to the last step
     clip: float | None = Field(default=5.0, gt=0)  # bound of the gradient's norm
 
 
@@ -46,8 +51,14 @@ class Reported(Settings):
     """The paper's figures."""
 
     top1: float | None = None
+    miou: float | None = None
+    miou_multi: float | None = None
     params_m: float | None = None
     macs_g: float | None = None
+
+
+# What the settings that a recipe requires are.
+NEEDED = {"token_labels.store": ", a folder that pale token-labels make wrote"}
 
 
 class Recipe(Settings):
@@ -55,6 +66,8 @@ class Recipe(Settings):
 
     Attributes:
         batch: images a step, over all processes and accumulation.
+        steps: how many, in place of `epochs`.
+        warmup_steps: likewise, in place of `warmup_epochs`.
         accumulate: pieces in which a process computes its part of the batch.
         precision: auto is bf16 on CUDA and fp32 elsewhere.
         parallel: how several processes share the work: ddp holds the whole model on each, fsdp a shard of it, where it
@@ -72,6 +85,8 @@ class Recipe(Settings):
     about: str = ""
     epochs: int = Field(default=300, ge=1)
     warmup_epochs: float = Field(default=20, ge=0)
+    steps: int | None = Field(default=None, ge=1)
+    warmup_steps: int | None = Field(default=None, ge=0)
     batch: int = Field(default=1024, ge=1)
     accumulate: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0)
@@ -105,6 +120,19 @@ class Recipe(Settings):
         """The task that the recipe describes; with `classes`, for evaluation alone."""
         raise NotImplementedError
 
+    def started_from(self, path: Path) -> Self:
+        """The recipe with a backbone that starts from a classifier's weights."""
+        return self.override({"model.weights": str(path), "model.new_head": True})
+
+    def _require(self) -> None:
+        for name in self.required:
+            value: Any = self
+            for part in name.split("."):
+                value = getattr(value, part)
+            if value is None:
+                hint = NEEDED.get(name, "")
+                raise ValueError(f"the recipe {self.name} needs {name}; give --{name} VALUE{hint}")
+
     @property
     def workers(self) -> int:
         """Reading processes for each training process."""
@@ -119,9 +147,6 @@ class Recipe(Settings):
     def lr_factor(self) -> float:
         """What the batch makes of the learning rates."""
         return self.batch / self.optim.lr_batch if self.optim.scale_lr else 1.0
-
-
-NEEDED = {"token_labels.store": ", a folder that pale token-labels make wrote"}
 
 
 class Classification(Recipe):
@@ -145,13 +170,8 @@ class Classification(Recipe):
 
     def task(self, classes: Sequence[str] | None = None) -> ClassificationTask:
         """Data are looked for here."""
-        for name in self.required if classes is None else ():
-            value: Any = self
-            for part in name.split("."):
-                value = getattr(value, part)
-            if value is None:
-                hint = NEEDED.get(name, "")
-                raise ValueError(f"the recipe {self.name} needs {name}; give --{name} VALUE{hint}")
+        if classes is None:
+            self._require()
         return ClassificationTask(
             self.model, self.data, self.augment, self.mix, self.seed, classes, self.token_labels
         )
@@ -162,7 +182,72 @@ class Classification(Recipe):
         return self.data.workers
 
 
-KINDS: dict[str, type[Recipe]] = {"classification": Classification}
+class Segmentation(Recipe):
+    """A class for every pixel. The defaults are the paper's ADE20K recipe.
+
+    Attributes:
+        test: how validation images are segmented, in training and by `pale eval`.
+        multi: the same with several scales, which `pale eval` adds.
+    """
+
+    kind: Literal["segmentation"] = "segmentation"
+    steps: int | None = Field(default=160_000, ge=1)
+    warmup_steps: int | None = Field(default=1500, ge=0)
+    batch: int = Field(default=16, ge=1)
+    eval_every: int = Field(default=13, ge=1)
+    optim: Optim = Optim(
+        lr=6e-5,
+        lr_batch=16,
+        min_lr=0,
+        warmup_lr=6e-11,
+        weight_decay=0.01,
+        schedule="linear",
+        clip=None,
+    )
+    model: SegmentationModel = SegmentationModel()
+    data: MaskData = MaskData()
+    augment: MaskAugment = MaskAugment()
+    loss: Loss = Loss()
+    test: Inference = Inference()
+    multi: Inference = Inference(scales=MULTI_SCALES, flip=True)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Segmentation:
+        if self.steps is not None and self.warmup_steps and self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"warmup_steps must be fewer than steps, got {self.warmup_steps} and {self.steps}; set both"
+            )
+        if self.steps is None and self.warmup_steps is None and self.warmup_epochs >= self.epochs:
+            raise ValueError(
+                f"warmup_epochs must be fewer than epochs, got {self.warmup_epochs:g} and {self.epochs}; "
+                "set both"
+            )
+        if self.batch // self.accumulate < 2:
+            raise ValueError(
+                f"batch norm needs at least two images at a time, got batch {self.batch} in "
+                f"{self.accumulate} pieces; raise batch or lower accumulate"
+            )
+        return self
+
+    def task(self, classes: Sequence[str] | None = None) -> SegmentationTask:
+        """Data are looked for and looked at here."""
+        if classes is None:
+            self._require()
+        return SegmentationTask(
+            self.model, self.data, self.augment, self.test, self.loss, self.seed, classes
+        )
+
+    def started_from(self, path: Path) -> Self:
+        """The recipe with a backbone that starts from a classifier's weights."""
+        return self.override({"model.init": str(path)})
+
+    @property
+    def workers(self) -> int:
+        """Reading processes for each training process."""
+        return self.data.workers
+
+
+KINDS: dict[str, type[Recipe]] = {"classification": Classification, "segmentation": Segmentation}
 
 
 def parse(values: Any, source: str) -> Recipe:

@@ -36,6 +36,7 @@ from .guard import LAG, Average, Guard, Seen
 from .log import Display, Log
 from .optim import optimizer, schedule
 from .stop import Stopper
+from .sync_batch_norm import sync_batch_norms
 
 SKIPS_IN_A_ROW = 10
 NAMED_SAMPLES = 4  # of a batch, in the message about a loss that is no number
@@ -84,7 +85,8 @@ class Trainer:
         self.recipe, self.run, self.world = recipe, run, world
         self.task = recipe.task()
         self.data = self.task.train_data()
-        self.stream = Stream(len(self.data), recipe.batch, recipe.epochs, recipe.seed)  # type: ignore[arg-type]
+        samples = len(self.data)  # type: ignore[arg-type]
+        self.stream = Stream(samples, recipe.batch, recipe.epochs, recipe.seed, recipe.steps)
         self.sampler = StreamSampler(
             self.stream, 0, world.rank, world.size, recipe.accumulate
         )  # checks that the batch can be shared out
@@ -92,7 +94,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
         self.sharded = recipe.parallel == "fsdp" and world.size > 1
         torch.manual_seed(recipe.seed)
-        self.model = self.task.model().train()
+        self.model = sync_batch_norms(self.task.model(), world).train()
         if not self.sharded:  # else it may not fit
             self.model.to(world.device)
         self.ema = Average(self.model, recipe.ema) if recipe.ema else None
@@ -327,6 +329,9 @@ class Trainer:
                 display.say(self._opening())
                 if recipe.cuda_graph and world.device.type != "cuda":
                     display.say("cuda_graph=true changes nothing here: there is no CUDA device")
+                for note in getattr(self.task, "notes", ()):
+                    self.log("note", step=self.step, text=note)
+                    display.say(note)
                 stopped = self._loop(batches(loader), stopper, display)
                 if stopped:
                     self.save()

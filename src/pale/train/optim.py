@@ -1,9 +1,9 @@
-"""AdamW with timm's parameter groups, and timm's cosine schedule as a function of the step."""
+"""AdamW with timm's parameter groups, and timm's schedules as functions of the step."""
 
 from __future__ import annotations
 
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
-from timm.scheduler import CosineLRScheduler
+from timm.scheduler import CosineLRScheduler, PolyLRScheduler
 from torch import nn
 from torch.optim import AdamW
 
@@ -31,14 +31,20 @@ def optimizer(model: nn.Module, recipe: Recipe, fused: bool = False) -> AdamW:
     return AdamW(groups, recipe.peak_lr, optim.betas, optim.eps, fused=fused or None)
 
 
-def schedule(optimizer: AdamW, recipe: Recipe, steps: int, samples: int) -> CosineLRScheduler:
-    """Linear warm-up, then cosine to the last step; `step_update(step)` before each step sets the rates."""
-    warmup = round(recipe.warmup_epochs * samples / recipe.batch)
-    return CosineLRScheduler(
-        optimizer,
-        t_initial=max(steps, 2),
-        lr_min=recipe.optim.min_lr * recipe.lr_factor,
-        warmup_t=min(warmup, steps - 1),
-        warmup_lr_init=recipe.optim.warmup_lr * recipe.lr_factor,
-        t_in_epochs=False,
-    )
+def schedule(
+    optimizer: AdamW, recipe: Recipe, steps: int, samples: int
+) -> CosineLRScheduler | PolyLRScheduler:
+    """Linear warm-up, then cosine or a straight line to the last step; `step_update(step)` sets the rates."""
+    warmup = recipe.warmup_steps
+    if warmup is None:
+        warmup = round(recipe.warmup_epochs * samples / recipe.batch)
+    common = {
+        "t_initial": max(steps, 2),
+        "lr_min": recipe.optim.min_lr * recipe.lr_factor,
+        "warmup_t": min(warmup, steps - 1),
+        "warmup_lr_init": recipe.optim.warmup_lr * recipe.lr_factor,
+        "t_in_epochs": False,
+    }
+    if recipe.optim.schedule == "linear":
+        return PolyLRScheduler(optimizer, power=1.0, **common)
+    return CosineLRScheduler(optimizer, **common)

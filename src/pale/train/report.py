@@ -18,6 +18,9 @@ from .checkpoint import write_file
 
 MOST_CLASSES = 60  # a larger confusion matrix is not drawn, only its worst pairs
 PICTURE = 112  # pixels
+PANEL = 900  # pixels of several pictures side by side
+SCORES = ("top1", "top5", "miou", "macc", "aacc")  # figures of which the best is told
+CURVES = {"top1": "top-1", "miou": "mIoU"}
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse}td,th{padding:.2rem .6rem;text-align:left;border-bottom:1px solid #ddd}
@@ -39,7 +42,9 @@ def write(run: Path) -> Path:
         _result(recipe, events),
         _curves(events),
         _confusion(details),
+        _per_class(details),
         _mistakes(details, recipe),
+        _gallery(details, recipe),
         _environment(events),
         f"<h2>Recipe</h2><pre>{escape(text(recipe))}</pre>",
     ]
@@ -65,7 +70,7 @@ def _result(recipe: Recipe, events: list[dict[str, Any]]) -> str:
     for name, value in (evaluations[-1] if evaluations else {}).items():
         if name not in ("event", "step", "epoch"):
             paper = reported.get(name)
-            best = max(e[name] for e in evaluations) if name.startswith("top") else None
+            best = max(e[name] for e in evaluations) if name in SCORES else None
             note = "" if best is None else f"best {best:.2f}"
             note += "" if paper is None else f", the paper {paper:g}"
             rows.append(f"<tr><td>{escape(name)}<td>{value:.4g}<td>{note}")
@@ -78,7 +83,10 @@ def _curves(events: list[dict[str, Any]]) -> str:
     steps, evaluations = _of(events, "step"), _of(events, "eval")
     drawn = [
         ("training loss", [(e["step"], e["loss"]) for e in steps]),
-        ("validation top-1, %", [(e["step"], e["top1"]) for e in evaluations if "top1" in e]),
+        *(
+            (f"validation {label}, %", [(e["step"], e[name]) for e in evaluations if name in e])
+            for name, label in CURVES.items()
+        ),
         ("learning rate", [(e["step"], e["lr"]) for e in steps]),
         ("images/s", [(e["step"], e["images_per_s"]) for e in steps]),
         ("share of time waiting for data", [(e["step"], e["data_wait"]) for e in steps]),
@@ -161,9 +169,50 @@ def _mistakes(details: dict[str, Any], recipe: Recipe) -> str:
     return f"<h2>Worst mistakes</h2>{body}"
 
 
-def _embedded(picture: Image.Image) -> str:
+def _per_class(details: dict[str, Any]) -> str:
+    rows = details.get("per_class")
+    if not rows:
+        return ""
+    names = [name for name in rows[0] if name != "class"]
+    head = "".join(f"<th>{escape(name)}" for name in ("class", *names))
+    body = "".join(
+        f"<tr><td>{escape(row['class'])}"
+        + "".join("<td>-" if row[name] is None else f"<td>{row[name]:.1f}" for name in names)
+        for row in rows
+    )
+    return f"<h2>Classes, %</h2><table><tr>{head}{body}</table>"
+
+
+def _gallery(details: dict[str, Any], recipe: Recipe) -> str:
+    """The best and the worst images, drawn by the task."""
+    if not details.get("gallery"):
+        return ""
+    entries = details["gallery"]
+    try:
+        task: Any = recipe.task(details["classes"])
+        figures = []
+        for entry in entries:
+            told = ", ".join(
+                f"{name} {value:.1f}" for name, value in entry.items() if isinstance(value, float)
+            )
+            caption = f"{Path(task.val_name(entry['index'])).name}: {told}"
+            figures.append(
+                f"<figure><img style='max-width:100%' alt='{escape(caption)}' "
+                f"src='{_embedded(task.panel(entry), PANEL)}'>"
+                f"<figcaption style='max-width:none'>{escape(caption)}</figcaption></figure>"
+            )
+        body = "".join(figures)
+    except ValueError as error:  # the data may have been moved since
+        body = f"<p>The pictures cannot be shown: {escape(str(error))}.</p>"
+    return (
+        "<h2>From best to worst</h2><p>Image, labels, prediction; the best of the validation set, "
+        f"then the worst.</p>{body}"
+    )
+
+
+def _embedded(picture: Image.Image, side: int = PICTURE) -> str:
     picture = picture.copy()
-    picture.thumbnail((PICTURE, PICTURE))
+    picture.thumbnail((side, side))
     content = io.BytesIO()
     picture.save(content, "JPEG", quality=85)
     return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"

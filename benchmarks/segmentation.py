@@ -1,0 +1,236 @@
+"""UperNet on Pale-T beside the same UperNet on timm's Swin-T: CamVid pre-trained, pets from scratch.
+
+Both backbones see the same recipe, steps and data. What is done already is not done again, so a run that was
+cut off goes on. Expected under DATA are tiny-imagenet-50/, camvid/ and oxford-iiit-pet/.
+
+    python benchmarks/segmentation.py DATA OUT                     # everything, three seeds for ours, one for the peer
+    python benchmarks/segmentation.py DATA OUT --only camvid --seeds 1 --peer-seeds 1
+
+OUT gets a folder for each run, segmentation.json, segmentation.md, curves.png and predictions.png (predicted
+classes alone: pictures of the data sets must not be passed on).
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from pale.recipes import get
+from pale.tasks.segmentation.metric import indexed, unpack
+from pale.train.distributed import join
+from pale.train.environment import environment
+from pale.train.log import read
+
+MODELS = {"pale_t": "pale_tiny", "swin_t": "swin_tiny_patch4_window7_224"}
+SWIN = {"always_partition": True}
+COLOURS = {"pale_t": "#0a7", "swin_t": "#c50"}
+
+
+def pale(*words: object) -> None:
+    print("+ pale", *words, flush=True)
+    subprocess.run([sys.executable, "-m", "pale", *map(str, words)], check=True)
+
+
+def done(run: Path) -> bool:
+    return any(event["event"] == "end" for event in read(run / "log.jsonl"))
+
+
+def trained(run: Path, *words: object) -> Path:
+    """Train, or go on, or leave as it is."""
+    if done(run):
+        return run
+    if list((run / "checkpoints").glob("step_*")):
+        pale("train", "--resume", run)
+    else:
+        subprocess.run(["rm", "-rf", str(run)], check=True)
+        pale("train", *words, "--output", run)
+    return run
+
+
+def pretrained(args: argparse.Namespace, label: str) -> Path:
+    return trained(
+        args.out / f"pretrain_{label}",
+        "small_data.pale_t",
+        "--data.root", args.data / "tiny-imagenet-50",
+        "--model.name", MODELS[label],
+        # Swin: windows stay 7 however small the map, so that all weights fit later.
+        "--model.options", json.dumps(SWIN | {"img_size": args.pretrain_size} if label != "pale_t" else {}),
+        "--data.size", args.pretrain_size,
+        "--batch", args.pretrain_batch,
+        "--optim.lr_batch", 256,
+        "--epochs", args.pretrain_epochs,
+        "--warmup_epochs", 1,
+        "--eval_every", args.pretrain_epochs,
+        "--data.workers", args.workers,
+    )  # fmt: skip
+
+
+def segment(args: argparse.Namespace, task: str, label: str, seed: int) -> dict:
+    root = {"camvid": "camvid", "pets": "oxford-iiit-pet"}[task]
+    words = [f"{task}.upernet_pale_t", "--data.root", args.data / root, "--seed", seed]
+    words += ["--model.name", MODELS[label], "--data.workers", args.workers]
+    words += shlex.split(args.settings)
+    if task == "camvid":
+        words += ["--init", pretrained(args, label)]
+    run = trained(args.out / f"{task}_{label}_{seed}", *words)
+    events = read(run / "log.jsonl")
+    last = [event for event in events if event["event"] == "eval"][-1]
+    row = {"task": task, "model": label, "seed": seed, "val": last, "run": run.name}
+    starts, steps = ([e for e in events if e["event"] == k] for k in ("start", "step"))
+    row["device"], row["steps"] = starts[-1]["device"], steps[-1]["step"]
+    row["images_per_s"] = statistics.median(e["images_per_s"] for e in steps[len(steps) // 2 :])
+    row["memory_mb"] = steps[-1]["memory_mb"]
+    if task == "camvid":
+        where = run / "test"
+        if not (where / "evaluation_multi.json").is_file():
+            pale("eval", run, "--data.val", "test", "-o", where, "--protocol", "both")
+        for protocol in ("single", "multi"):
+            found = json.loads((where / f"evaluation_{protocol}.json").read_text())
+            row[f"test_{protocol}"] = found["figures"]
+    return row
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        "| | backbone | seeds | mIoU | mAcc | aAcc | several scales |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for task in ("camvid", "pets"):
+        for label in MODELS:
+            mine = [r for r in rows if r["task"] == task and r["model"] == label]
+            if not mine:
+                continue
+            key, where = ("test_single", "test") if task == "camvid" else ("val", "test")
+            cells = [mean([r[key][name] for r in mine]) for name in ("miou", "macc", "aacc")]
+            multi = mean([r["test_multi"]["miou"] for r in mine]) if task == "camvid" else "-"
+            lines.append(
+                f"| {task} ({where}) | {label} | {len(mine)} | {' | '.join(cells)} | {multi} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def mean(values: list[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{spread}"
+
+
+def curves(args: argparse.Namespace, rows: list[dict], path: Path) -> None:
+    """Training loss of every run over its steps, one panel a task."""
+    w, h, tasks = 560, 320, sorted({row["task"] for row in rows})
+    canvas = Image.new("RGB", (w * len(tasks), h), "white")
+    draw = ImageDraw.Draw(canvas)
+    for i, task in enumerate(tasks):
+        left = i * w
+        logs = {}
+        for row in (r for r in rows if r["task"] == task):
+            steps = [e for e in read(args.out / row["run"] / "log.jsonl") if e["event"] == "step"]
+            size = max(1, len(steps) // 60)
+            pieces = [steps[k : k + size] for k in range(0, len(steps), size)]
+            points = [(p[-1]["step"], statistics.mean(e["loss"] for e in p)) for p in pieces]
+            logs[row["run"]] = (row["model"], points)
+        top = max(y for _, points in logs.values() for _, y in points[1:])
+        end = max(points[-1][0] for _, points in logs.values())
+        draw.rectangle((left + 40, 24, left + w - 12, h - 28), outline="#bbb")
+        draw.text(
+            (left + 44, 6), f"{task}: training loss, 0 to {top:.2f}, over {end} steps", fill="black"
+        )
+        for k, (label, colour) in enumerate(COLOURS.items()):
+            draw.text((left + w - 80, 30 + 14 * k), label, fill=colour)
+        for label, points in logs.values():
+            place = [
+                (left + 40 + (w - 52) * x / end, h - 28 - (h - 52) * min(y, top) / top)
+                for x, y in points
+            ]
+            draw.line(place, fill=COLOURS[label], width=2)
+    canvas.save(path)
+
+
+def predictions(args: argparse.Namespace, rows: list[dict], path: Path, columns: int = 6) -> None:
+    """For the same images, labels excepted: what each model's first seed says; a line a model."""
+    strips = []
+    for task in ("camvid", "pets"):
+        first = {r["model"]: r["run"] for r in rows if r["task"] == task and r["seed"] == 0}
+        classes = (
+            get(f"{task}.upernet_pale_t")
+            .override(
+                {
+                    "data.root": str(
+                        args.data / {"camvid": "camvid", "pets": "oxford-iiit-pet"}[task]
+                    )
+                }
+            )
+            .data.class_list()
+        )
+        for label, run in first.items():
+            entries = json.loads((args.out / run / "evaluation.json").read_text())["gallery"]
+            strip = Image.new("RGB", (170 * columns, 145), "white")
+            ImageDraw.Draw(strip).text((4, 2), f"{task}, {label}: best and worst", fill="black")
+            shown = entries[: columns // 2] + entries[-(columns // 2) :]
+            for i, entry in enumerate(shown):
+                image = indexed(unpack(entry["prediction"]), classes.colours).convert("RGB")
+                image.thumbnail((164, 110))
+                strip.paste(image, (170 * i, 16))
+                told = f"mIoU {entry['miou']:.0f}"
+                ImageDraw.Draw(strip).text((170 * i + 4, 130), told, fill="black")
+            strips.append(strip)
+    if strips:
+        canvas = Image.new("RGB", (strips[0].width, sum(s.height for s in strips)), "white")
+        for i, strip in enumerate(strips):
+            canvas.paste(strip, (0, i * strip.height))
+        canvas.save(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", choices=["camvid", "pets"])
+    parser.add_argument("--seeds", type=int, default=3, help="of ours")
+    parser.add_argument("--peer-seeds", type=int, default=1)
+    parser.add_argument("--pretrain-epochs", type=int, default=12)
+    parser.add_argument("--pretrain-size", type=int, default=96)
+    parser.add_argument("--pretrain-batch", type=int, default=256)
+    parser.add_argument("--settings", default="", help="of the segmentation runs: '--steps 10'")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this")
+    args = parser.parse_args()
+    began, rows = time.monotonic(), []
+    args.out.mkdir(parents=True, exist_ok=True)
+    seeds = {"pale_t": args.seeds, "swin_t": args.peer_seeds}
+    # Peers before further seeds: when time runs out, seeds are what is missing.
+    plan = [
+        (task, label, seed)
+        for seed in range(max(seeds.values()))
+        for task in ("camvid", "pets")
+        for label in MODELS
+        if seed < seeds[label] and args.only in (None, task)
+    ]
+    for task, label, seed in plan:
+        if time.monotonic() - began > 60 * args.minutes:
+            print(f"time is up before {task} {label} {seed}", flush=True)
+            break
+        rows.append(segment(args, task, label, seed))
+        with join() as world:
+            about = {
+                "environment": environment(world),
+                "arguments": {k: str(v) for k, v in vars(args).items()},
+            }
+        (args.out / "segmentation.json").write_text(
+            json.dumps(about | {"rows": rows}, indent=1) + "\n"
+        )
+        (args.out / "segmentation.md").write_text(table(rows))
+        curves(args, rows, args.out / "curves.png")
+        predictions(args, rows, args.out / "predictions.png")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The commands of segmentation: its part of eval and of data check, and predict."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .recipes.schema import Segmentation
+
+Run = Callable[[argparse.Namespace], int | None]
+
+
+def add_predict(command: Callable[[str, Run, str], Any]) -> None:
+    """Add `pale predict`."""
+    predict = command("predict", _predict, "segment pictures: masks, overlays, shares of classes")
+    predict.add_argument("weights", type=Path, help="a run's folder, or a .safetensors file of one")
+    predict.add_argument("pictures", type=Path, nargs="+", help="files or folders")
+    predict.add_argument("-o", "--output", type=Path, required=True, help="folder for the results")
+    predict.add_argument("--recipe", help="for foreign weights: the recipe that says the model")
+    predict.add_argument("--slide", action="store_true", help="by windows: for large pictures")
+    predict.add_argument("--own-size", action="store_true", help="do not resize before segmenting")
+    predict.add_argument("--multi", action="store_true", help="several scales, flipped too")
+    predict.add_argument(
+        "--device", choices=["cpu", "cuda"], help="default: cuda where there is one"
+    )
+
+
+def add_check(check: Any) -> None:
+    """Options of `pale data check` for images with masks."""
+    check.add_argument("--recipe", help="masks: a segmentation recipe that says what lies where")
+    check.add_argument("--images", help="masks: folder of pictures, under the root")
+    check.add_argument("--masks", help="masks: folder of masks, under the root")
+    check.add_argument("--classes", help="masks: class list, under the root")
+    check.add_argument("--ignore", type=int, nargs="+", help="masks: values that are no label")
+    check.add_argument("--reduce-zero", action="store_true", help="masks: classes count from 1")
+
+
+def wants_masks(args: argparse.Namespace) -> bool:
+    """Whether `pale data check` is about masks."""
+    return bool(args.recipe or args.images or args.masks)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Check images and masks."""
+    from .data.check import SHOWN
+    from .data.labelled import cores
+    from .data.mask_check import check_masks
+    from .recipes import get
+    from .recipes.schema import Segmentation
+
+    recipe = get(args.recipe or "small_masks.upernet_pale_t")
+    if not isinstance(recipe, Segmentation):
+        raise ValueError(f"{args.recipe} is no segmentation recipe; leave out --recipe for folders")
+    given: dict[str, Any] = {"root": str(args.root), "images": args.images, "masks": args.masks}
+    given |= {"classes": args.classes, "ignore": args.ignore}
+    given |= {"reduce_zero": True if args.reduce_zero else None}
+    data = recipe.override({f"data.{n}": v for n, v in given.items() if v is not None}).data
+    splits = {data.train: data.train_source(recipe.seed), data.val: data.val_source(recipe.seed)}
+    found = check_masks(splits, args.workers or cores())
+    if args.json:
+        sys.stdout.write(json.dumps(found.plain(), indent=1) + "\n")
+        return 0 if found.good else 1
+    table = Table("class", *(f"{s}: {w}" for s in found.splits for w in ("pixels, %", "images")))
+    for name in found.classes:
+        cells = []
+        for split in found.splits.values():
+            entry = split["classes"][name]
+            cells += [f"{entry['share']:.3f}", str(entry["images"])]
+        table.add_row(name, *cells)
+    _console().print(table)
+    for name, split in found.splits.items():
+        _say(
+            f"{name}: {split['images']} images, {split['unlabelled']:.1f} % of the pixels unlabelled"
+        )
+    for problem in found.problems:
+        word = "problem" if problem.serious else "note"
+        _say(f"{word}: {problem.kind} ({len(problem.items)}); {problem.advice}")
+        for item in problem.items[:SHOWN]:
+            _say(f"  {item}")
+        if len(problem.items) > SHOWN:
+            _say(f"  and {len(problem.items) - SHOWN} more; --json names all")
+    _say("ready to train" if found.good else "not ready: see the problems above")
+    return 0 if found.good else 1
+
+
+def evaluate(args: argparse.Namespace, recipe: Segmentation, weights: Any) -> None:
+    """`pale eval` for a segmenter: each protocol as it is done, then the classes."""
+    from .segment import evaluate, write_evaluation
+    from .train.distributed import join
+
+    found = []
+    with join(args.device) as world:
+        for each in evaluate(recipe, weights, args.weights, world, args.protocol):
+            found.append(each)
+            if world.main and not args.json:
+                figures, paper = each.figures, ""
+                if each.paper is not None:
+                    paper = f" (the paper: {each.paper:g})"
+                _say(
+                    f"{each.protocol}-scale: mIoU {figures['miou']:.2f}{paper}, mAcc {figures['macc']:.2f}, "
+                    f"aAcc {figures['aacc']:.2f}, {figures['images']:.0f} images; {each.how.told()}; "
+                    "at the masks' size"
+                )
+        if not world.main:
+            return
+    folder = args.output or (args.weights / "evaluation" if args.weights.is_dir() else None)
+    if folder is not None:
+        write_evaluation(found, folder)
+    if args.json:
+        plain = {
+            e.protocol: e.figures
+            | {"paper_miou": e.paper, "inference": e.how.plain()}
+            | {"per_class": e.details["per_class"]}
+            for e in found
+        }
+        sys.stdout.write(json.dumps(plain, indent=1) + "\n")
+        return
+    table = Table(
+        "class", "pixels, %", *(f"{e.protocol}: {c}" for e in found for c in ("IoU", "Acc"))
+    )
+    for rows in zip(*(e.details["per_class"] for e in found), strict=True):
+        numbers = [n for row in rows for n in (row["iou"], row["accuracy"])]
+        cells = ["-" if n is None else f"{n:.2f}" for n in numbers]
+        table.add_row(rows[0]["class"], f"{rows[0]['share']:.2f}", *cells)
+    _console().print(table)
+    if folder is not None:
+        _say(f"{folder} written: evaluation_*.json, per_class.csv")
+
+
+def _predict(args: argparse.Namespace) -> None:
+    import torch
+
+    from .recipes import get
+    from .recipes.schema import Segmentation
+    from .segment import Predictor, pictures
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    how: dict[str, Any] = {}
+    if args.slide:
+        how["mode"] = "slide"
+    if args.own_size:
+        how |= {"short": None, "long": None}
+    if args.multi:
+        from .tasks.segmentation.inference import MULTI_SCALES
+
+        how |= {"scales": MULTI_SCALES, "flip": True}
+    recipe = None
+    if args.recipe:
+        chosen = get(args.recipe)
+        if not isinstance(chosen, Segmentation):
+            raise ValueError(f"{args.recipe} is no segmentation recipe")
+        recipe = chosen
+    found = pictures(args.pictures)
+    predictor = Predictor.load(args.weights, device, recipe, **how)
+    shares = {}
+    for path, stem in found:
+        prediction = predictor(path)
+        predictor.write(prediction, args.output, stem)
+        shares[str(path)] = prediction.shares
+        if not args.json:
+            told = ", ".join(f"{name} {share:.1f} %" for name, share in prediction.shares.items())
+            _say(f"{path}: {told}")
+    (args.output / "shares.json").write_text(json.dumps(shares, indent=1) + "\n")
+    if args.json:
+        sys.stdout.write(json.dumps(shares, indent=1) + "\n")
+        return
+    table = Table("class", "pixels, %", "pictures")
+    for name in predictor.classes:
+        values = [s[name] for s in shares.values() if name in s]
+        if values:
+            table.add_row(name, f"{sum(values) / len(shares):.2f}", str(len(values)))
+    _console().print(table)
+    _say(f"{args.output} written: masks, overlays and shares.json of {len(shares)} pictures")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)

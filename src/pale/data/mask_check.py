@@ -1,0 +1,154 @@
+"""What is wrong with a set of images and masks, and how uneven its classes are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .check import LONG, SMALL, Problem
+from .masks import MaskSource, Seen, survey
+
+RARE = 0.001  # share of the pixels below which a class is hardly learned
+EMPTY = 0.5  # share of unlabelled pixels above which an image is named
+
+
+@dataclass
+class MaskReport:
+    """What a check has found.
+
+    Attributes:
+        classes: their names.
+        splits: for each split the images, and for each class its share of the labelled pixels and in how many images.
+        problems: the worst first.
+    """
+
+    classes: list[str]
+    splits: dict[str, dict[str, Any]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing serious was found."""
+        return not any(problem.serious for problem in self.problems)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {
+            "good": self.good,
+            "classes": self.classes,
+            "splits": self.splits,
+            "problems": [vars(problem) for problem in self.problems],
+        }
+
+
+def check_masks(sources: dict[str, MaskSource], threads: int = 4) -> MaskReport:
+    """Read every picture and mask; the first source is the training set."""
+    first = next(iter(sources.values()))
+    report = MaskReport(list(first.classes.names))
+    seen = {name: survey(source, threads, decode=True) for name, source in sources.items()}
+    problems: list[Problem] = []
+    for split, source in sources.items():
+        good = [entry for entry in seen[split] if entry.error is None]
+        pixels = (
+            np.stack([e.pixels for e in good]) if good else np.zeros((0, len(first.classes) + 1))
+        )
+        report.splits[split] = _shares(report.classes, pixels)
+        problems += _of_split(split, source, seen[split])
+    problems += [_copies(sources, seen), *_of_classes(report)]
+    report.problems = [problem for problem in problems if problem.items]
+    return report
+
+
+def _shares(names: Sequence[str], pixels: Any) -> dict[str, Any]:
+    total = pixels[:, :-1].sum(0) if len(pixels) else np.zeros(len(names))
+    labelled, everything = max(1, total.sum()), max(1, pixels.sum())
+    return {
+        "images": len(pixels),
+        "unlabelled": float(100 * pixels[:, -1].sum() / everything) if len(pixels) else 0.0,
+        "classes": {
+            name: {
+                "share": float(100 * total[i] / labelled),
+                "images": int((pixels[:, i] > 0).sum()) if len(pixels) else 0,
+            }
+            for i, name in enumerate(names)
+        },
+    }
+
+
+def _of_split(split: str, source: MaskSource, seen: Sequence[Seen]) -> list[Problem]:
+    bad = [f"{split}: {entry.error}" for entry in seen if entry.error]
+    rest = [(source.name(i), entry) for i, entry in enumerate(seen) if not entry.error]
+    void = [
+        f"{name}: {entry.pixels[-1] / entry.pixels.sum():.0%} without a label"
+        for name, entry in rest
+        if entry.pixels[-1] > EMPTY * entry.pixels.sum()
+    ]
+    odd = [
+        f"{name}: {entry.size[0]}x{entry.size[1]}"
+        for name, entry in rest
+        if min(entry.size) < SMALL or max(entry.size) > LONG * min(entry.size)
+    ]
+    return [
+        Problem("cannot be used", True, "training would not start: repair or remove them", bad),
+        Problem(
+            "mostly unlabelled", False, "little is learned from them; is the list complete?", void
+        ),
+        Problem(
+            f"smaller than {SMALL} or longer than {LONG:g} to 1", False, "hardly a picture", odd
+        ),
+    ]
+
+
+def _copies(sources: dict[str, MaskSource], seen: dict[str, list[Seen]]) -> Problem:
+    """Pictures of equal pixels in two splits; only those of equal size and label counts are compared."""
+    groups: dict[Any, list[tuple[str, int]]] = {}
+    for split, entries in seen.items():
+        for i, entry in enumerate(entries):
+            if entry.error is None:
+                groups.setdefault((entry.size, entry.pixels.tobytes()), []).append((split, i))
+    items = []
+    for members in groups.values():
+        if len({split for split, _ in members}) < 2:
+            continue
+        by_sum: dict[str, list[tuple[str, int]]] = {}
+        for split, i in members:
+            pixels = np.asarray(sources[split].image(i)).tobytes()
+            by_sum.setdefault(hashlib.sha256(pixels).hexdigest(), []).append((split, i))
+        items += [
+            " = ".join(sources[split].name(i) for split, i in same[:4])
+            for same in by_sum.values()
+            if len({split for split, _ in same}) > 1
+        ]
+    return Problem(
+        "the same picture in two splits", True, "validation would flatter: remove one", items
+    )
+
+
+def _of_classes(report: MaskReport) -> list[Problem]:
+    (first, train), *others = report.splits.items()
+    never = [f"{first}: {name}" for name, c in train["classes"].items() if not c["images"]]
+    unseen = [
+        f"{split}: {name}"
+        for split, found in others
+        for name, c in found["classes"].items()
+        if not c["images"] and train["classes"][name]["images"]
+    ]
+    rare = [
+        f"{name}: {c['share']:.3f} % of the pixels, in {c['images']} of {train['images']} images"
+        for name, c in train["classes"].items()
+        if c["images"] and c["share"] < 100 * RARE
+    ]
+    return [
+        Problem("class that never occurs in training", False, "it cannot be learned", never),
+        Problem("class that never occurs in validation", False, "its IoU is not measured", unseen),
+        Problem(
+            "rare class",
+            False,
+            "hard to learn; loss.class_weights=balanced, loss.ohem or loss.dice may help",
+            rare,
+        ),
+    ]

@@ -1,0 +1,422 @@
+"""One class a pixel: UperNet on a backbone."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import timm
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from ... import weights as weight_files
+from ...data.labelled import cores
+from ...data.mask_transforms import MaskAugment, Masked, WholeImages, collate, distort
+from ...data.masks import (
+    IGNORED,
+    ClassList,
+    Labels,
+    MaskFiles,
+    MaskKind,
+    MaskSource,
+    SceneMasks,
+    find_pairs,
+    hold_out,
+    parse_entry,
+    read_entries,
+    require_good,
+    survey,
+)
+from ...data.scenes import Scenes
+from ...data.transforms import normalise
+from ...pale_transformer import VARIANTS
+from ...settings import Settings
+from ..classification import VAL_SEED, Model
+from .inference import Inference
+from .loss import Loss, balanced, keep_masks, pixel_loss
+from .metric import MeanIoU, overlay, unpack
+from .upernet import STRIDES, UperNet
+
+
+class SegmentationModel(Model):
+    """UperNet on a backbone, and what both start from.
+
+    Attributes:
+        width: channels of the decode head.
+        auxiliary: channels of the auxiliary head; 0 for none.
+        dropout: of channels before the classifiers, as mmsegmentation's heads have it.
+        init: a classifier (a run, a .safetensors file, or a foreign .pth) that the backbone starts from.
+    """
+
+    width: int = Field(default=512, ge=1)
+    auxiliary: int = Field(default=256, ge=0)
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    init: Path | None = None
+
+    @model_validator(mode="after")
+    def _one_start(self) -> SegmentationModel:
+        if self.init is not None and self.weights is not None:
+            raise ValueError(
+                "model.init (a classifier, for the backbone) and model.weights (a whole segmenter) "
+                "exclude each other; give one"
+            )
+        return self
+
+    def build(self, classes: int, size: int | tuple[int, int]) -> UperNet:
+        """The model, with its weights loaded where some are named."""
+        return self.assemble(classes, size)[0]
+
+    def assemble(self, classes: int, size: int | tuple[int, int]) -> tuple[UperNet, list[str]]:
+        """The model, and what there is to say about the weights that it starts from."""
+        backbone, channels = self._backbone(size)
+        multiple = 1 if self.name in VARIANTS else STRIDES[-1]
+        model = UperNet(backbone, channels, classes, self.width, self.auxiliary, multiple)
+        if self.checkpointing:
+            model.set_grad_checkpointing(True)
+        notes = []
+        if self.weights is not None:
+            weight_files.put(model, weight_files.load(self.weights), self.weights, self.new_head)
+            notes.append(
+                f"weights of {self.weights}" + (" but for the classifiers" * self.new_head)
+            )
+        if self.init is not None:
+            notes.append(init_backbone(model, self.init))
+        return model, notes
+
+    def _backbone(self, size: int | tuple[int, int]) -> tuple[nn.Module, list[int]]:
+        if self.name not in timm.list_models():
+            near = timm.list_models(f"*{self.name[:8]}*")[:3]
+            raise ValueError(
+                f"model.name must be one of {', '.join(VARIANTS)} or a model of timm's, got {self.name!r}"
+                + (f"; did you mean {', '.join(near)}?" if near else "")
+            )
+        arguments: dict[str, Any] = {"features_only": True, "feature_cls": "getter"}
+        if self.drop_path:
+            arguments["drop_path_rate"] = self.drop_path
+        if self.name in VARIANTS:
+            arguments |= {
+                "attention": self.attention,
+                "position": self.position,
+                "pale_size": self.pale_size,
+                "stem_stride": self.stem_stride,
+                "img_size": size,
+            }
+            del arguments["feature_cls"]  # its own
+        # Lists are what YAML makes of sizes.
+        given = {k: tuple(v) if isinstance(v, list) else v for k, v in self.options.items()}
+        arguments |= given
+        try:
+            # Models of a fixed size, as Swin, are told ours, and not to insist on it.
+            sized = (
+                {"img_size": size, "strict_img_size": False} if self.name not in VARIANTS else {}
+            )
+            backbone = timm.create_model(self.name, **(sized | arguments))
+        except TypeError:
+            backbone = timm.create_model(self.name, **arguments)
+        info = backbone.feature_info
+        if not hasattr(backbone, "model") or tuple(info.reduction()[-4:]) != STRIDES:
+            raise ValueError(
+                f"UperNet needs maps at strides 4, 8, 16 and 32, {self.name} gives "
+                f"{', '.join(map(str, info.reduction()))}; take a hierarchical backbone with stem stride 4"
+            )
+        if len(info.reduction()) > len(STRIDES):
+            backbone.out_indices = backbone.out_indices[-4:]
+        return backbone, list(info.channels()[-4:])
+
+
+def init_backbone(model: UperNet, path: Path) -> str:
+    """Put a classifier's weights into the backbone; says what was loaded, what is new and what did not fit."""
+    tensors = dict(weight_files.load(path).tensors)
+    inner: Any = model.backbone.model
+    adapt = getattr(sys.modules[type(inner).__module__], "checkpoint_filter_fn", None)
+    own = inner.state_dict()
+    # timm's own adapter, for tables that depend on the size, as Swin's.
+    if adapt is not None and any(n in own and t.shape != own[n].shape for n, t in tensors.items()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about the speed of its interpolation
+            tensors = adapt(tensors, inner)
+    sized = ("ape.map",)  # resized while loading
+    fitting = {
+        name: t
+        for name, t in tensors.items()
+        if name in own and (t.shape == own[name].shape or name.endswith(sized))
+    }
+    unfit = sorted(name for name in tensors if name in own and name not in fitting)
+    unused = sorted(name for name in tensors if name not in own)
+    missing = sorted(name for name in own if name not in fitting)
+    if len(fitting) < len(own) / 2:
+        raise ValueError(
+            f"{path} does not fit this backbone: {len(fitting)} of its {len(own)} tensors could be loaded; "
+            "was it trained with another model?"
+        )
+    inner.load_state_dict(fitting, strict=False)
+    heads = len(model.state_dict()) - len(own)
+    parts = [f"{path}: {len(fitting)} of {len(own)} tensors of the backbone loaded"]
+    parts.append(f"new: the heads ({heads} tensors){_few(missing)}")
+    if unfit:
+        parts.append(f"did not fit:{_few(unfit).removeprefix(',')}")
+    if unused:
+        parts.append(f"not used:{_few(unused).removeprefix(',')}")
+    return "; ".join(parts)
+
+
+def _few(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f", {', '.join(names[:3])}{more}"
+
+
+class MaskData(Settings):
+    """Which pictures and masks, and what the masks mean.
+
+    Attributes:
+        kind: files, or generated scenes.
+        root: what the other paths are under.
+        images: folder of pictures; {split} stands for `train` or `val`, without it they are folders inside.
+        masks: folder of masks, likewise; a mask has its picture's name.
+        train: name of the training split.
+        val: name of the validation split.
+        lists: a file of names for each split, {split} in it; others are left out. None: the folders say it.
+        hold_out: validate on this share of the training set; the folders then have no splits.
+        classes: names, or a file of them (`value name r g b` a line; only the name must be there).
+        ignore: values in the masks that are no label.
+        reduce_zero: 0 is no label, classes count from 1.
+        mask_kind: what stands for a class: palette indices and grey values, or colours.
+        unlisted: values or colours that are not in the list are an error, or ignored.
+        check: look at every mask before training.
+        size: scenes: height and width.
+        objects: scenes: fewest and most objects.
+        samples: scenes: how many to train on.
+        val_samples: scenes: how many to validate on.
+        workers: processes that read pictures, for each training process.
+    """
+
+    kind: Literal["folder", "scenes"] = "folder"
+    root: Path | None = None
+    images: str | None = None
+    masks: str | None = None
+    train: str = "train"
+    val: str = "val"
+    lists: str | None = None
+    hold_out: float = Field(default=0.0, ge=0, lt=1)
+    classes: str | tuple[str, ...] | None = None
+    ignore: tuple[int, ...] = (IGNORED,)
+    reduce_zero: bool = False
+    mask_kind: MaskKind = "auto"
+    unlisted: Literal["error", "ignore"] = "error"
+    check: bool = True
+    size: int = Field(default=64, ge=16)
+    objects: tuple[int, int] = (1, 3)
+    samples: int = Field(default=4096, ge=1)
+    val_samples: int = Field(default=256, ge=1)
+    workers: int = Field(default=4, ge=0)
+
+    def class_list(self) -> ClassList:
+        """The classes."""
+        if self.classes is None:
+            raise ValueError(
+                "data.classes is not set; give a file with a line `value name r g b` for each class, or "
+                "the names: --data.classes '[sky, road, car]'"
+            )
+        if isinstance(self.classes, str):
+            entries = read_entries(self._under(self.classes))
+        else:
+            entries = [parse_entry(line) for line in self.classes]
+        return ClassList(entries, self.ignore, self.reduce_zero, self.unlisted)
+
+    def train_source(self, seed: int) -> MaskSource:
+        """Training pictures."""
+        if self.kind == "scenes":
+            return SceneMasks(Scenes(self.samples, self.size, seed, self.objects))
+        pairs = self._pairs(self.train)
+        if self.hold_out:
+            pairs = hold_out(pairs, self.hold_out, seed)[0]
+        return MaskFiles(pairs, self.class_list(), self.mask_kind)
+
+    def val_source(self, seed: int) -> MaskSource:
+        """Validation pictures."""
+        if self.kind == "scenes":
+            return SceneMasks(Scenes(self.val_samples, self.size, VAL_SEED, self.objects))
+        pairs = self._pairs(self.train if self.hold_out else self.val)
+        if self.hold_out:
+            pairs = hold_out(pairs, self.hold_out, seed)[1]
+        return MaskFiles(pairs, self.class_list(), self.mask_kind)
+
+    def _pairs(self, split: str) -> list[tuple[Path, Path]]:
+        if self.images is None or self.masks is None:
+            raise ValueError(
+                "data.images and data.masks are not set; give the folders of pictures and of masks: "
+                "--data.images DIR --data.masks DIR"
+            )
+        if self.root is None and "{split}" in self.images and not Path(self.images).is_absolute():
+            raise ValueError(
+                f"data.root is not set; give the folder that holds {self.images} and {self.masks}: "
+                "--data.root DIR"
+            )
+        names = self._under(self.lists.replace("{split}", split)) if self.lists else None
+        return find_pairs(self._folder(self.images, split), self._folder(self.masks, split), names)
+
+    def _folder(self, pattern: str, split: str) -> Path:
+        path = self._under(pattern.replace("{split}", split))
+        whole = "{split}" in pattern or self.lists or self.hold_out
+        return path if whole else path / split
+
+    def _under(self, path: str) -> Path:
+        return Path(path) if self.root is None else self.root / path
+
+
+class SegmentationTask:
+    """The task of the recipes in `recipes.ade20k` and its like."""
+
+    best = "miou"
+
+    def __init__(
+        self,
+        model: SegmentationModel,
+        data: MaskData,
+        augment: MaskAugment,
+        test: Inference,
+        loss: Loss,
+        seed: int,
+        classes: Sequence[str] | None = None,
+    ) -> None:
+        """Find the data and, for training, look at every mask.
+
+        Args:
+            model: the network.
+            data: pictures and masks.
+            augment: what training does to them.
+            test: how validation images are segmented.
+            loss: what is minimised.
+            seed: of every draw.
+            classes: for evaluation alone: the classes that the weights know; no training set is read.
+        """
+        self.settings, self.data, self.augment = model, data, augment
+        self.test, self.loss_settings, self.seed = test, loss, seed
+        self.val_source = data.val_source(seed)
+        self.class_list = self.val_source.classes
+        self.classes = list(self.class_list.names)
+        self.notes: list[str] = []
+        self.train_source: MaskSource | None = None
+        weights = loss.class_weights
+        if isinstance(weights, tuple) and len(weights) != len(self.classes):
+            raise ValueError(
+                f"loss.class_weights needs one for each of {len(self.classes)} classes, got {len(weights)}"
+            )
+        if classes is not None:
+            if len(classes) != len(self.classes):
+                raise ValueError(
+                    f"the weights know {len(classes)} classes, the data has {len(self.classes)}; "
+                    "is it the right data set?"
+                )
+            return
+        self.train_source = data.train_source(seed)
+        if data.check and isinstance(self.val_source, MaskFiles):
+            require_good(survey(self.val_source, cores()))
+            self.pixels  # noqa: B018  looks at the training set
+
+    @cached_property
+    def pixels(self) -> NDArray[np.int64]:
+        """Training pixels of each class."""
+        assert self.train_source is not None
+        seen = survey(self.train_source, cores())
+        require_good(seen)
+        return np.stack([entry.pixels for entry in seen]).sum(0)[:-1]
+
+    @cached_property
+    def class_weights(self) -> Tensor | None:
+        """Of the loss."""
+        weights = self.loss_settings.class_weights
+        if weights == "balanced":
+            return torch.tensor(balanced(self.pixels))
+        return None if weights is None else torch.tensor(weights)
+
+    def model(self) -> nn.Module:
+        """The network."""
+        model, self.notes = self.settings.assemble(len(self.classes), self.augment.crop)
+        return model
+
+    def train_data(self) -> Masked:
+        """Training crops."""
+        assert self.train_source is not None
+        return Masked(self.train_source, self.augment, self.seed)
+
+    def val_data(self) -> WholeImages:
+        """Validation images as they are."""
+        return WholeImages(self.val_source)
+
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
+        """Images, masks, distortions, keys."""
+        return collate(samples)
+
+    def prepare(self, batch: dict[str, Any], step: int | None) -> dict[str, Any]:
+        """In training: distorted, normalised images and the channels to keep."""
+        if step is None:
+            return batch
+        images = batch["images"]
+        if self.augment.distort:
+            images = distort(images, batch["draws"])
+        keep = None
+        if self.settings.dropout:
+            channels = self.settings.width + self.settings.auxiliary
+            rate = self.settings.dropout
+            keep = keep_masks(batch["keys"], channels, rate, self.seed, images.device)
+        return batch | {"images": normalise(images), "keep": keep}
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """The decode head's loss and a share of the auxiliary one's."""
+        weights = self.class_weights
+        if weights is not None:
+            weights = weights.to(batch["masks"].device)
+        output = model(batch["images"], batch["keep"])
+        heads = output if isinstance(output, tuple) else (output,)
+        factors = (1.0, self.loss_settings.auxiliary)
+        total: Tensor = sum(  # type: ignore[assignment]
+            factor * pixel_loss(logits, batch["masks"], self.loss_settings, weights)
+            for factor, logits in zip(factors, heads, strict=False)
+        )
+        return total
+
+    def metric(self) -> MeanIoU:
+        """MIoU, mAcc, aAcc."""
+        return MeanIoU(self.classes, self.test)
+
+    def val_picture(self, index: int) -> Image.Image:
+        """The picture."""
+        return self.val_source.image(index)
+
+    def sample_name(self, index: int) -> str:
+        """The file."""
+        assert self.train_source is not None
+        return self.train_source.name(index)
+
+    def val_name(self, index: int) -> str:
+        """The file of a validation picture."""
+        return self.val_source.name(index)
+
+    def panel(self, entry: dict[str, Any]) -> Image.Image:
+        """For the report: picture, labels and prediction side by side."""
+        index = entry["index"]
+        picture, labels = self.val_source.image(index), self.val_source.mask(index)
+        return side_by_side(picture, labels, unpack(entry["prediction"]), self.class_list)
+
+
+def side_by_side(
+    picture: Image.Image, labels: Labels, guesses: Labels, classes: ClassList
+) -> Image.Image:
+    """Picture, labels over it, prediction over it."""
+    w, h = picture.size
+    canvas = Image.new("RGB", (3 * w + 8, h), "white")
+    canvas.paste(picture, (0, 0))
+    canvas.paste(overlay(picture, labels, classes.colours), (w + 4, 0))
+    canvas.paste(overlay(picture, guesses, classes.colours), (2 * w + 8, 0))
+    return canvas

@@ -1,0 +1,312 @@
+"""From an image to its classes: whole or by sliding windows, at several scales, flipped, in bounded memory.
+
+For each scale, and again for the image flipped, the logits of the scaled image are brought to the size
+of the image (bilinear) and turned into probabilities; their mean decides. Overlapping windows are
+averaged as logits. All as in mmsegmentation.
+
+Nothing of the size of image x classes is ever held. A `Map` gives a block of logits when it is asked for
+one; blocks are asked for from top to bottom, one band of columns after the other, and a sliding map
+keeps only the rows of windows that the next block needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from ...data.mask_transforms import fit
+from ...data.transforms import normalise
+from ...settings import Settings
+
+
+class Inference(Settings):
+    """How an image is segmented; the defaults are single-scale on ADE20K.
+
+    Attributes:
+        mode: the image in one piece, or by windows.
+        window: height and width of a window.
+        stride: from one window to the next.
+        short: the short side is brought to this, before `scales`; none: it stays.
+        long: unless the long side would exceed this.
+        scales: factors, one for each look.
+        flip: look at each scale again, left for right.
+        windows: how many at a time.
+        memory_mb: for logits; less makes more and smaller blocks.
+    """
+
+    mode: Literal["whole", "slide"] = "whole"
+    window: int = Field(default=512, ge=16)
+    stride: int = Field(default=341, ge=1)
+    short: int | None = Field(default=512, ge=16)
+    long: int | None = Field(default=2048, ge=16)
+    scales: tuple[float, ...] = Field(default=(1.0,), min_length=1)
+    flip: bool = False
+    windows: int = Field(default=4, ge=1)
+    memory_mb: int = Field(default=1024, ge=1)
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Inference:
+        if self.stride > self.window:
+            raise ValueError(
+                f"stride must not exceed window, or pixels are never seen, got {self.stride} and {self.window}"
+            )
+        if min(self.scales) <= 0:
+            raise ValueError(f"scales must be above 0, got {self.scales}")
+        return self
+
+    def told(self) -> str:
+        """What is done, in a line."""
+        how = "whole image"
+        if self.mode == "slide":
+            how = f"windows of {self.window} every {self.stride}"
+        size = "own size"
+        if self.short or self.long:
+            size = f"short side {self.short or 'any'}, long side at most {self.long or 'any'}"
+        scales = ", ".join(f"{s:g}" for s in self.scales)
+        return f"{how}, {size}, scale {scales}, {'with' if self.flip else 'no'} flip"
+
+
+MULTI_SCALES = (0.75, 1.0, 1.25, 1.5, 1.75)
+
+
+class Map(Protocol):
+    """Logits, (classes, h, w), of which blocks can be had."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+
+    def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
+        """(classes, bottom - top, right - left)."""
+
+
+@dataclass
+class Held:
+    """Logits in memory."""
+
+    logits: Tensor
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.logits.shape[1], self.logits.shape[2]
+
+    def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
+        """A slice."""
+        return self.logits[:, top:bottom, left:right]
+
+
+@dataclass
+class Resized:
+    """Another map at another size: bilinear, corners not aligned, equal to `F.interpolate` of all of it."""
+
+    source: Map
+    size: tuple[int, int]
+
+    def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
+        """Interpolated from the part of the source that it needs."""
+        if self.source.size == self.size:
+            return self.source.block(top, bottom, left, right)
+        y0, y1, y = _neighbours(top, bottom, self.source.size[0], self.size[0])
+        first, last = int(y0[0]), int(y1[-1]) + 1
+        whole = (left, right) == (0, self.size[1])
+        x0, x1, x = _neighbours(left, right, self.source.size[1], self.size[1])
+        start, end = (0, self.source.size[1]) if whole else (int(x0[0]), int(x1[-1]) + 1)
+        part = self.source.block(first, last, start, end)
+        y0, y1, x0, x1 = (
+            i.to(part.device) for i in (y0 - first, y1 - first, x0 - start, x1 - start)
+        )
+        rows = torch.lerp(part.index_select(1, y0), part.index_select(1, y1), y.to(part)[:, None])
+        if whole:  # the usual case, and much faster on a CPU
+            size = (bottom - top, right)
+            return F.interpolate(rows[None], size, mode="bilinear", align_corners=False)[0]
+        return torch.lerp(rows.index_select(2, x0), rows.index_select(2, x1), x.to(part))
+
+
+def _neighbours(start: int, end: int, of: int, to: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For pixels of the resized axis: the pixel before, the one after, and the share of the latter."""
+    at = ((torch.arange(start, end, dtype=torch.float64) + 0.5) * (of / to) - 0.5).clamp(min=0)
+    before = at.floor().long().clamp(max=of - 1)
+    return before, (before + 1).clamp(max=of - 1), at - before
+
+
+@dataclass
+class Flipped:
+    """Another map, left for right."""
+
+    source: Map
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.source.size
+
+    def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
+        """The mirrored block, mirrored."""
+        w = self.size[1]
+        return self.source.block(top, bottom, w - right, w - left).flip(-1)
+
+
+def starts(size: int, window: int, stride: int) -> list[int]:
+    """Where windows begin: every `stride`, the last one moved back inside."""
+    if size <= window:
+        return [0]
+    count = -(-(size - window) // stride) + 1
+    return [min(i * stride, size - window) for i in range(count)]
+
+
+class Sliding:
+    """Mean logits of overlapping windows, row of windows after row of windows.
+
+    Blocks must be asked for from top to bottom; another band of columns begins again at the top.
+    """
+
+    def __init__(
+        self, model: nn.Module, image: Tensor, how: Inference, device: torch.device
+    ) -> None:
+        self.model, self.image, self.how, self.device = model, image, how, device
+        self.size = image.shape[1], image.shape[2]
+        self.h, self.w = (min(how.window, n) for n in self.size)
+        self.tops = starts(self.size[0], how.window, how.stride)
+        self.lefts = starts(self.size[1], how.window, how.stride)
+        self.band = (-1, -1)
+        self._begin((0, 0))
+
+    def _begin(self, band: tuple[int, int]) -> None:
+        self.band, self.next, self.top = band, 0, 0
+        self.sums: Tensor | None = (
+            None  # (classes + 1, rows, band): logits and how many, from row `top`
+        )
+
+    def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
+        """Run the windows that the block still needs, and forget the rows above it."""
+        if (left, right) != self.band or top < self.top:
+            self._begin((left, right))
+        if self.sums is not None and top > self.top:
+            self.sums = self.sums[:, top - self.top :].clone()
+        self.top = top
+        while self.next < len(self.tops) and self.tops[self.next] < bottom:
+            if self.tops[self.next] + self.h > top:
+                self._row(self.tops[self.next])
+            self.next += 1
+        assert self.sums is not None
+        sums = self.sums[:, : bottom - top]
+        return sums[:-1] / sums[-1:]
+
+    def _row(self, top: int) -> None:
+        left, right = self.band
+        for lefts, logits in self._windows(top):
+            for x, coarse in zip(lefts, logits, strict=True):
+                # One after the other: at full size windows are large.
+                size = (self.h, self.w)
+                window = F.interpolate(coarse[None], size, mode="bilinear", align_corners=False)[0]
+                self._grow(len(window), top + self.h - self.top)
+                assert self.sums is not None
+                a, b = max(x, left), min(x + self.w, right)
+                skip = max(0, self.top - top)  # rows that are done with
+                part = self.sums[
+                    :, top + skip - self.top : top + self.h - self.top, a - left : b - left
+                ]
+                part[:-1] += window[:, skip:, a - x : b - x]
+                part[-1] += 1
+
+    def _grow(self, classes: int, rows: int) -> None:
+        held = 0 if self.sums is None else self.sums.shape[1]
+        if rows > held:
+            more = torch.zeros(
+                classes + 1, rows - held, self.band[1] - self.band[0], device=self.device
+            )
+            self.sums = more if self.sums is None else torch.cat([self.sums, more], 1)
+
+    def _windows(self, top: int) -> Iterator[tuple[list[int], Tensor]]:
+        """Windows of the row that touch the band: where they begin, and their logits as the model gives them."""
+        left, right = self.band
+        lefts = [x for x in self.lefts if x < right and x + self.w > left]
+        for i in range(0, len(lefts), self.how.windows):
+            some = lefts[i : i + self.how.windows]
+            pixels = [self.image[:, top : top + self.h, x : x + self.w] for x in some]
+            yield some, self.model(normalise(torch.stack(pixels).to(self.device))).float()
+
+
+class Segmenter:
+    """A model with its way of looking.
+
+    Args:
+        model: gives logits of normalised images, at a quarter of their size or so.
+        how: the way.
+        classes: how many the model tells apart.
+    """
+
+    def __init__(self, model: nn.Module, how: Inference, classes: int) -> None:
+        self.model, self.how, self.classes = model, how, classes
+        self.device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def __call__(self, image: Tensor) -> Tensor:
+        """The class of every pixel, uint8 (h, w) on the CPU, of a uint8 image (3, h, w)."""
+        h, w = image.shape[1:]
+        maps = [Resized(map_, (h, w)) for map_ in self.maps(image)]
+        out = torch.empty(h, w, dtype=torch.uint8)
+        rows, columns = self.blocks(h, w, len(maps))
+        for left in range(0, w, columns):
+            right = min(left + columns, w)
+            for top in range(0, h, rows):
+                bottom = min(top + rows, h)
+                block = self.scores(maps, top, bottom, left, right)
+                out[top:bottom, left:right] = block.argmax(0).to(torch.uint8).cpu()
+        return out
+
+    @torch.no_grad()
+    def probabilities(self, image: Tensor) -> Tensor:
+        """Mean probabilities, (classes, h, w), of an image small enough to hold them."""
+        h, w = image.shape[1:]
+        maps = [Resized(map_, (h, w)) for map_ in self.maps(image)]
+        mean: Tensor = sum(m.block(0, h, 0, w).softmax(0) for m in maps) / len(maps)  # type: ignore[assignment]
+        return mean
+
+    def scores(self, maps: list[Resized], top: int, bottom: int, left: int, right: int) -> Tensor:
+        """What is greatest for the class to take: logits of one look, the sum of probabilities of several."""
+        if len(maps) == 1:
+            return maps[0].block(top, bottom, left, right)
+        total = maps[0].block(top, bottom, left, right).softmax(0)
+        for map_ in maps[1:]:
+            total += map_.block(top, bottom, left, right).softmax(0)
+        return total
+
+    def blocks(self, h: int, w: int, maps: int) -> tuple[int, int]:
+        """Rows and columns of a block, so that what is held stays below the bound."""
+        numbers = self.how.memory_mb * 2**20 // 4 // (self.classes + 1)
+        if self.how.mode == "slide":
+            # Each map holds up to two windows' height of the band, and the block is made of a few copies.
+            columns = max(self.how.window // 2, numbers // (2 * self.how.window * (maps + 2)))
+            return self.how.window // 2, min(w, columns)
+        return max(1, min(h, numbers // (4 * w))), w
+
+    def maps(self, image: Tensor) -> Iterator[Map]:
+        """One for each look, at the size of its scaled image."""
+        h, w = image.shape[1:]
+        for scale in self.how.scales:
+            scaled = resize_image(image, fit(h, w, self.how.short, self.how.long, scale))
+            yield self.look(scaled)
+            if self.how.flip:
+                yield Flipped(self.look(scaled.flip(-1)))
+
+    def look(self, image: Tensor) -> Map:
+        """The logits of one image."""
+        if self.how.mode == "slide":
+            return Sliding(self.model, image, self.how, self.device)
+        logits = self.model(normalise(image[None].to(self.device))).float()[0]
+        return Resized(Held(logits), (image.shape[1], image.shape[2]))
+
+
+def resize_image(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bilinear with anti-aliasing, uint8 (3, h, w); as Pillow does, which training uses."""
+    if tuple(image.shape[1:]) == size:
+        return image
+    return F.interpolate(image[None], size, mode="bilinear", antialias=True)[0]
