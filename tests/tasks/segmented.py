@@ -22,6 +22,7 @@ CHANGES = {
     "augment.scale": [0.5, 2.0],
     "augment.most_of_one_class": 0.75,
     "augment.distort": 1.0,
+    "loss.class_weights": None,
     "steps": 6,
     "warmup_steps": 2,
     "batch": 8,
