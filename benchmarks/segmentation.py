@@ -13,44 +13,17 @@ classes alone: pictures of the data sets must not be passed on).
 import argparse
 import json
 import shlex
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from PIL import Image, ImageDraw
+from runs import curves, mean, pale, summary, trained, write
 
 from pale.recipes import get
 from pale.tasks.segmentation.metric import indexed, unpack
-from pale.train.distributed import join
-from pale.train.environment import environment
-from pale.train.log import read
 
 MODELS = {"pale_t": "pale_tiny", "swin_t": "swin_tiny_patch4_window7_224"}
 SWIN = {"always_partition": True}
-COLOURS = {"pale_t": "#0a7", "swin_t": "#c50"}
-
-
-def pale(*words: object) -> None:
-    print("+ pale", *words, flush=True)
-    subprocess.run([sys.executable, "-m", "pale", *map(str, words)], check=True)
-
-
-def done(run: Path) -> bool:
-    return any(event["event"] == "end" for event in read(run / "log.jsonl"))
-
-
-def trained(run: Path, *words: object) -> Path:
-    """Train, or go on, or leave as it is."""
-    if done(run):
-        return run
-    if list((run / "checkpoints").glob("step_*")):
-        pale("train", "--resume", run)
-    else:
-        subprocess.run(["rm", "-rf", str(run)], check=True)
-        pale("train", *words, "--output", run)
-    return run
 
 
 def pretrained(args: argparse.Namespace, label: str) -> Path:
@@ -79,13 +52,7 @@ def segment(args: argparse.Namespace, task: str, label: str, seed: int) -> dict:
     if task == "camvid":
         words += ["--init", pretrained(args, label)]
     run = trained(args.out / f"{task}_{label}_{seed}", *words)
-    events = read(run / "log.jsonl")
-    last = [event for event in events if event["event"] == "eval"][-1]
-    row = {"task": task, "model": label, "seed": seed, "val": last, "run": run.name}
-    starts, steps = ([e for e in events if e["event"] == k] for k in ("start", "step"))
-    row["device"], row["steps"] = starts[-1]["device"], steps[-1]["step"]
-    row["images_per_s"] = statistics.median(e["images_per_s"] for e in steps[len(steps) // 2 :])
-    row["memory_mb"] = steps[-1]["memory_mb"]
+    row = {"task": task, "model": label, "seed": seed} | summary(run)
     if task == "camvid":
         where = run / "test"
         if not (where / "evaluation_multi.json").is_file():
@@ -113,42 +80,6 @@ def table(rows: list[dict]) -> str:
                 f"| {task} ({where}) | {label} | {len(mine)} | {' | '.join(cells)} | {multi} |"
             )
     return "\n".join(lines) + "\n"
-
-
-def mean(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{spread}"
-
-
-def curves(args: argparse.Namespace, rows: list[dict], path: Path) -> None:
-    """Training loss of every run over its steps, one panel a task."""
-    w, h, tasks = 560, 320, sorted({row["task"] for row in rows})
-    canvas = Image.new("RGB", (w * len(tasks), h), "white")
-    draw = ImageDraw.Draw(canvas)
-    for i, task in enumerate(tasks):
-        left = i * w
-        logs = {}
-        for row in (r for r in rows if r["task"] == task):
-            steps = [e for e in read(args.out / row["run"] / "log.jsonl") if e["event"] == "step"]
-            size = max(1, len(steps) // 60)
-            pieces = [steps[k : k + size] for k in range(0, len(steps), size)]
-            points = [(p[-1]["step"], statistics.mean(e["loss"] for e in p)) for p in pieces]
-            logs[row["run"]] = (row["model"], points)
-        top = max(y for _, points in logs.values() for _, y in points[1:])
-        end = max(points[-1][0] for _, points in logs.values())
-        draw.rectangle((left + 40, 24, left + w - 12, h - 28), outline="#bbb")
-        draw.text(
-            (left + 44, 6), f"{task}: training loss, 0 to {top:.2f}, over {end} steps", fill="black"
-        )
-        for k, (label, colour) in enumerate(COLOURS.items()):
-            draw.text((left + w - 80, 30 + 14 * k), label, fill=colour)
-        for label, points in logs.values():
-            place = [
-                (left + 40 + (w - 52) * x / end, h - 28 - (h - 52) * min(y, top) / top)
-                for x, y in points
-            ]
-            draw.line(place, fill=COLOURS[label], width=2)
-    canvas.save(path)
 
 
 def predictions(args: argparse.Namespace, rows: list[dict], path: Path, columns: int = 6) -> None:
@@ -218,16 +149,8 @@ def main() -> None:
             print(f"time is up before {task} {label} {seed}", flush=True)
             break
         rows.append(segment(args, task, label, seed))
-        with join() as world:
-            about = {
-                "environment": environment(world),
-                "arguments": {k: str(v) for k, v in vars(args).items()},
-            }
-        (args.out / "segmentation.json").write_text(
-            json.dumps(about | {"rows": rows}, indent=1) + "\n"
-        )
-        (args.out / "segmentation.md").write_text(table(rows))
-        curves(args, rows, args.out / "curves.png")
+        write(args.out, "segmentation", args, rows, table(rows))
+        curves(args.out, rows, args.out / "curves.png")
         predictions(args, rows, args.out / "predictions.png")
     print(table(rows))
 

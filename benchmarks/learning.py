@@ -1,0 +1,77 @@
+"""Every back-end learns, eager, compiled and as a CUDA graph: the same steps on tiny-imagenet-50, losses side by side.
+
+    python benchmarks/learning.py DATA OUT --size 64 --batch 256
+
+DATA holds tiny-imagenet-50/. What is compared is the mean training loss of the last tenth of the steps; chance is
+ln 50.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+
+from runs import curves, losses, summary, trained, write
+
+BACKENDS = ("reference", "sdpa", "triton", "auto")
+MODES = {
+    "eager": (),
+    "compiled": ("--compile", "true"),
+    "graph": ("--cuda_graph", "true"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--backend", nargs="+", default=BACKENDS, choices=BACKENDS)
+    parser.add_argument("--mode", nargs="+", default=["eager", "compiled"], choices=MODES)
+    parser.add_argument("--model", default="pale_tiny")
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--workers", type=int, default=14)
+    args = parser.parse_args()
+    rows = []
+    for backend in args.backend:
+        for mode in args.mode:
+            run = trained(
+                args.out / f"{backend}_{mode}",
+                "small_data.pale_t",
+                "--data.root", args.data / "tiny-imagenet-50",
+                "--model.name", args.model,
+                "--model.options", json.dumps({"backend": backend}),
+                "--model.drop_path", 0,
+                "--augment.auto", "null",
+                "--augment.erase", 0,
+                "--mix.mixup", 0, "--mix.cutmix", 0, "--mix.smoothing", 0,
+                "--data.size", args.size,
+                "--batch", args.batch,
+                "--optim.lr_batch", args.batch,
+                "--steps", args.steps, "--warmup_steps", args.steps // 10,
+                "--eval_every", 1000, "--log_every", 1,
+                "--data.workers", args.workers,
+                *MODES[mode],
+            )  # fmt: skip
+            last = [loss for _, loss in losses(run)][-args.steps // 10 :]
+            row = {"task": "tiny-imagenet-50", "model": f"{backend}, {mode}"} | summary(run)
+            rows.append(row | {"loss": statistics.mean(last)})
+            chance = math.log(50)
+            least = min(r["loss"] for r in rows)
+            lines = [f"Chance is {chance:.3f}.", "", "| | loss | over the least | top-1 |"]
+            lines += ["| --- | --- | --- | --- |"]
+            lines += [
+                f"| {r['model']} | {r['loss']:.3f} | {r['loss'] / least - 1:.1%} | {r['val']['top1']:.1f} |"
+                for r in rows
+            ]
+            write(args.out, "learning", args, rows, "\n".join(lines) + "\n")
+    curves(args.out, rows, args.out / "learning.png")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Classification from scratch on small sets: Pale-T beside models of timm's under the same recipe.
+
+    python benchmarks/small_data.py DATA OUT                       # three seeds for ours, one for the peers
+    python benchmarks/small_data.py DATA OUT --hold-out 0.1 --only tiny --models pale_t   # to choose settings
+
+DATA holds tiny-imagenet-50/ and oxford-iiit-pet/. What is done already is not done again, so a run that was cut off
+goes on. With --hold-out, validation is on a share of the training images, and the val images are not read.
+"""
+
+import argparse
+import json
+import shlex
+import time
+from pathlib import Path
+
+from runs import curves, mean, summary, trained, write
+
+MODELS = {
+    "pale_t": "pale_tiny",
+    "swin_t": "swin_tiny_patch4_window7_224",
+    "convnext_t": "convnext_tiny",
+    "resnet50": "resnet50",
+}
+PLANS = {"tiny": list(MODELS), "pets": ["pale_t", "swin_t", "convnext_t"]}
+
+
+def pets_lists(root: Path, out: Path) -> list[object]:
+    """Lists of pictures and breeds from those of the data set, as options."""
+    words: list[object] = ["--data.kind", "list", "--data.root", root]
+    for split, option in (("trainval", "train"), ("test", "val")):
+        lines = [
+            line.split()[0]
+            for line in (root / f"annotations/{split}.txt").read_text().splitlines()
+            if line and not line.startswith("#")
+        ]
+        path = out.resolve() / f"pets_{split}.txt"
+        path.write_text("".join(f"images/{n}.jpg {n.rpartition('_')[0]}\n" for n in lines))
+        words += [f"--data.{option}", path]
+    return words
+
+
+def classify(args: argparse.Namespace, task: str, label: str, seed: int) -> dict:
+    words = ["small_data.pale_t", "--model.name", MODELS[label], "--seed", seed]
+    if label == "swin_t":
+        size = args.pets_size if task == "pets" else 128
+        words += ["--model.options", json.dumps({"img_size": size})]
+    if task == "tiny":
+        words += ["--data.root", args.data / "tiny-imagenet-50"]
+    else:
+        words += pets_lists(args.data / "oxford-iiit-pet", args.out)
+        words += ["--data.size", args.pets_size, "--epochs", args.pets_epochs]
+        words += ["--batch", 256, "--warmup_epochs", 10]
+    words += ["--data.workers", args.workers, "--eval_every", 20]
+    if args.hold_out:
+        words += ["--data.hold_out", args.hold_out]
+    run = trained(args.out / f"{task}_{label}_{seed}", *words, *shlex.split(args.settings))
+    return {"task": task, "model": label, "seed": seed} | summary(run)
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        "| | model | seeds | top-1 | top-5 | images/s | waiting for data |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for task in PLANS:
+        for label in MODELS:
+            if not (mine := [r for r in rows if r["task"] == task and r["model"] == label]):
+                continue
+            cells = [mean([r["val"][name] for r in mine]) for name in ("top1", "top5")]
+            speed, wait = mine[0]["images_per_s"], mine[0]["data_wait"]
+            lines.append(
+                f"| {task} | {label} | {len(mine)} | {' | '.join(cells)} | {speed:.0f} | {wait:.0%} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", choices=PLANS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--seeds", type=int, default=3, help="of ours")
+    parser.add_argument("--peer-seeds", type=int, default=1)
+    parser.add_argument("--pets-size", type=int, default=160)
+    parser.add_argument("--pets-epochs", type=int, default=150)
+    parser.add_argument("--hold-out", type=float, default=0.0)
+    parser.add_argument("--settings", default="", help="of all runs: '--cuda_graph true'")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    began, rows = time.monotonic(), []
+    # Peers before further seeds: when time runs out, seeds are what is missing.
+    plan = [
+        (task, label, seed)
+        for seed in range(max(args.seeds, args.peer_seeds))
+        for task, labels in PLANS.items()
+        for label in labels
+        if seed < (args.seeds if label == "pale_t" else args.peer_seeds)
+        and label in args.models
+        and args.only in (None, task)
+    ]
+    for task, label, seed in plan:
+        if time.monotonic() - began > 60 * args.minutes:
+            print(f"time is up before {task} {label} {seed}", flush=True)
+            break
+        rows.append(classify(args, task, label, seed))
+        write(args.out, "small_data", args, rows, table(rows))
+        curves(args.out, rows, args.out / "small_data.png")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
