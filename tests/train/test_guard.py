@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pale.recipes.schema import text
 from pale.train.distributed import World
 from pale.train.guard import Average, Guard
 from pale.train.loop import NonFiniteError, Trainer, train
@@ -123,6 +124,30 @@ def test_a_signal_and_an_unreadable_picture_settle_what_is_under_way(tmp_path, m
     with pytest.raises(NonFiniteError, match="step 4: loss nan"):
         later(tmp_path / "run")
     assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {"step_00000004"}
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_statistics_of_batch_norm_stay_as_they_were_before_a_bad_step(tmp_path, delayed):
+    model = {"name": "resnet18", "pale_size": None, "options": {}}
+    recipe = tiny(**RARELY | {"model": model, "on_nonfinite": "skip"})
+    trainer = Trainer(recipe, tmp_path, ALONE, delayed=delayed)
+    prepare, before = trainer.task.prepare, {}
+
+    def spoil(batch, step):
+        batch = prepare(batch, step)
+        if step == 3:
+            before.update({n: b.clone() for n, b in trainer.model.named_buffers()})
+            batch["images"] = batch["images"] * math.nan
+        elif step == 4:
+            assert_same(dict(trainer.model.named_buffers()), before)
+        return batch
+
+    trainer.task.prepare = spoil
+    tmp_path.joinpath("recipe.yaml").write_text(text(recipe))
+    trainer.fit(quiet=True)
+    assert before
+    assert all(b.isfinite().all() for b in trainer.model.buffers())
+    assert all(b.isfinite().all() for b in trainer.ema.module.buffers())
 
 
 def test_fp16_is_looked_at_at_once(tmp_path):

@@ -89,6 +89,27 @@ class Guard:
             yield Seen(step, lr, keys, loss, norm, bool(bad))
 
 
+class Statistics:
+    """Those of a model's batch norms, which a forward pass changes: put back where its step is left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+        self.kept = [buffer.clone() for buffer in self.buffers]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember them as they are."""
+        for kept, buffer in zip(self.kept, self.buffers, strict=True):
+            kept.copy_(buffer)
+
+    @torch.no_grad()
+    def put_back(self, skip: Tensor) -> None:
+        """As they were, where `skip` is 1."""
+        for kept, buffer in zip(self.kept, self.buffers, strict=True):
+            buffer.copy_(torch.where(skip > 0, kept, buffer))
+
+
 class Average(ModelEmaV3):  # type: ignore[misc]
     """timm's moving average of a model, with an update that the device can leave out."""
 

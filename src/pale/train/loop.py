@@ -32,7 +32,7 @@ from .drop_path import DropPaths
 from .environment import environment
 from .evaluate import Evaluation, autocast, to_device
 from .graphed import GraphedStep
-from .guard import LAG, Average, Guard, Seen
+from .guard import LAG, Average, Guard, Seen, Statistics
 from .log import Display, Log
 from .optim import optimizer, schedule
 from .stop import Stopper
@@ -109,6 +109,7 @@ class Trainer:
         )
         limit = SKIPS_IN_A_ROW if recipe.on_nonfinite == "skip" else 1
         self.guard = Guard(world, limit) if self.delayed else None
+        self.statistics = Statistics(self.model)
         self.optimizer = optimizer(self.model, recipe, fused=self.delayed)
         self.schedule = schedule(self.optimizer, recipe, self.stream.steps, self.stream.samples)
         self.step, self.evaluated, self.best, self.skipped = 0, 0, -math.inf, 0
@@ -213,6 +214,7 @@ class Trainer:
         """One step of the optimizer: gradients of all pieces, clipping, update, average."""
         recipe, world = self.recipe, self.world
         self.schedule.step_update(self.step)
+        self.statistics.keep()
         losses, keys, waited = [], [], 0.0
         for i, positions in enumerate(self.sampler.positions):
             began = time.perf_counter()
@@ -262,6 +264,7 @@ class Trainer:
             skip = self.guard.look(self.step, lr, keys, loss, norm)
             self.optimizer.found_inf = skip  # type: ignore[attr-defined]
             self.optimizer.step()
+            self.statistics.put_back(skip)
             if self.ema:
                 self.ema.update_unless(skip, self.model)
             return
@@ -269,6 +272,7 @@ class Trainer:
         # With fp16 an infinite gradient is ordinary: the scaler skips the step and tries a smaller scale.
         bad = not math.isfinite(mean) or not (self.scaler.is_enabled() or math.isfinite(length))
         if self.world.any(bad)[0]:
+            self.statistics.put_back(torch.ones_like(loss))
             self._nonfinite(Seen(self.step, lr, keys, mean, length, True), bad)
         else:
             self.scaler.step(self.optimizer)
