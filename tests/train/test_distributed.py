@@ -77,6 +77,14 @@ def check(run: Path, alone: Path) -> None:
 
 
 @pytest.mark.slow
+def test_gradients_averaged_after_the_backward_pass_are_those_of_ddp(tmp_path, alone):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text(tiny(data__val_samples=13, cuda_graph=True, accumulate=2)))
+    torchrun("train", "--config", recipe, "--output", tmp_path / "run")
+    check(tmp_path / "run", alone)
+
+
+@pytest.mark.slow
 def test_two_processes_with_half_the_batch_are_one_process(tmp_path, alone):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text(tiny(data__val_samples=13)))

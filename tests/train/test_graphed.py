@@ -36,14 +36,6 @@ def test_without_a_gpu_it_changes_nothing_and_says_so(tmp_path, capsys):
     assert_same(weights(tmp_path / "plain"), weights(tmp_path / "graph"))
 
 
-def test_several_processes_are_refused(tmp_path):
-    several = World(torch.device("cuda"), 0, 2)
-    with pytest.raises(
-        ValueError, match="cuda_graph=true works on one process, got 2; take --comp"
-    ):
-        Trainer(tiny(cuda_graph=True), tmp_path, several)
-
-
 def step_of(model, dtype):
     def compute(batch):
         with autocast(torch.device("cuda"), dtype):

@@ -73,7 +73,8 @@ class Recipe(Settings):
         parallel: how several processes share the work: ddp holds the whole model on each, fsdp a shard of it, where it
             does not fit; a run can go on with the other.
         compile: torch.compile the model.
-        cuda_graph: record a step's forward and backward pass and launch it as one, on one GPU.
+        cuda_graph: record a step's forward and backward pass and launch it as one; several processes average their
+            gradients after it.
         ema: decay of the moving average of the weights, which is then what is evaluated and saved.
         on_nonfinite: stop at a loss or gradient that is no number, or skip the step.
         tensorboard: also write the log's figures for TensorBoard, into the run's folder.
@@ -112,7 +113,7 @@ class Recipe(Settings):
             )
         if self.parallel == "fsdp" and self.cuda_graph:
             raise ValueError(
-                "cuda_graph=true records a step on one GPU, got parallel=fsdp; leave one out"
+                "cuda_graph=true records a step of a whole model, got parallel=fsdp; leave one out"
             )
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,17 @@ class World:
         """Set a tensor on the device to the greatest of all processes; the host does not wait."""
         if self.size > 1:
             dist.all_reduce(value, dist.ReduceOp.MAX)
+
+    def average_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Set tensors on the device to their means over the processes, in one exchange."""
+        if self.size == 1 or not tensors:
+            return
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat)
+        flat /= self.size
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        views = [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+        torch._foreach_copy_(list(tensors), views)
 
     def mean(self, value: float) -> float:
         """The mean over the processes."""

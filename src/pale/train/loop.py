@@ -78,10 +78,6 @@ class Trainer:
         self, recipe: Recipe, run: Path, world: World, delayed: bool | None = None
     ) -> None:
         cuda = world.device.type == "cuda"
-        if recipe.cuda_graph and cuda and world.size > 1:
-            raise ValueError(
-                f"cuda_graph=true works on one process, got {world.size}; take --compile true instead"
-            )
         self.recipe, self.run, self.world = recipe, run, world
         self.task = recipe.task()
         self.data = self.task.train_data()
@@ -118,7 +114,8 @@ class Trainer:
         self.evaluation = Evaluation(
             self.task, world, max(piece, 1), recipe.workers, even=self.sharded
         )
-        several = world.size > 1 and not self.sharded
+        # What DDP hooks into a backward pass cannot be recorded: then gradients are averaged after it.
+        several = world.size > 1 and not self.sharded and not recipe.cuda_graph
         self.ddp = DistributedDataParallel(self.model) if several else None
         if cuda:
             # With torch 2.11 a compiled model stayed at chance on cuDNN's attention.
@@ -227,6 +224,8 @@ class Trainer:
             last = i == recipe.accumulate - 1
             with nullcontext() if last or self.ddp is None else self.ddp.no_sync():
                 losses.append(self._compute(batch))
+        if recipe.cuda_graph:
+            world.average_([p.grad for p in self.model.parameters() if p.grad is not None])
         self.scaler.unscale_(self.optimizer)
         clip = recipe.optim.clip or math.inf
         norm = sharded.whole(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
