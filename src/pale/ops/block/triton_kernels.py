@@ -358,12 +358,14 @@ def whole_mlp(
 @triton.jit(do_not_specialize=["tokens", "per_image"])
 def linear(
     p_x, p_w0, p_w1, p_w2, p_b0, p_b1, p_b2, p_y0, p_y1, p_y2, p_a, p_scale, tokens, per_image,
-    C: tl.constexpr, N: tl.constexpr, GELU: tl.constexpr, BOTH: tl.constexpr, SCALE: tl.constexpr, QUICK: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr,
+    ADD: tl.constexpr, GELU: tl.constexpr, BOTH: tl.constexpr, SCALE: tl.constexpr, QUICK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The product x W^T + b, or its GELU, or both; on a grid of three planes, three of them, of (3, tokens, c).
 
-    Where both are stored, the GELU goes into `a`, times one number for each image. BLOCK_K divides c.
+    Where both are stored, the GELU goes into `a`, times one number for each image. With ADD the product is added to
+    what is in `y`, without a bias. BLOCK_K divides c.
     """
     begin()
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -385,9 +387,12 @@ def linear(
         b_x = tl.load(p_xt + k, mask=m_t[:, None], other=0.0)
         b_w = tl.load(p_wt + k, mask=m_n[None, :], other=0.0)
         b_acc = tl.dot(b_x, b_w, b_acc, input_precision="ieee")
-    b_acc += tl.load(p_b + o_n[None, :], mask=m_n[None, :], other=0.0).to(tl.float32)
     m_y = m_t[:, None] & m_n[None, :]
     o_y = o_t[:, None] * N + o_n[None, :]
+    if ADD:
+        b_acc += tl.load(p_y + o_y, mask=m_y, other=0.0).to(tl.float32)
+    else:
+        b_acc += tl.load(p_b + o_n[None, :], mask=m_n[None, :], other=0.0).to(tl.float32)
     if GELU:
         b_acc = gelu_for(b_acc, QUICK)
     b_y = b_acc.to(p_y.dtype.element_ty)

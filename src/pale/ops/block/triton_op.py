@@ -334,23 +334,27 @@ def _linear(
     gelu: bool = False,
     both: Tensor | None = None,
     scale: Tensor | None = None,
+    add: bool = False,
 ) -> None:
-    """Linear layers of equal size, one of (..., c) or three of (3, ..., c); `both` takes the scaled GELU of one."""
+    """Linear layers of equal size, one of (..., c) or three of (3, ..., c); `both` takes the scaled GELU of one.
+
+    With `add` the product is added to `out`, and `biases` are not read.
+    """
     n, c = weights[0].shape
     tokens = out[0].numel() // n
     block_t, block_n, block_k, warps = (64, 64, 32, 4) if _small(x) else (128, 128, 64, 8)
     if both is not None:
         block_t = 64
     if tokens <= FEW and not _small(x):
-        block_t, block_n, block_k, warps = 32, 64, 128, 4
+        block_t, block_n, block_k, warps = (16, 32, 256, 4) if add else (32, 64, 128, 4)
     block_n = min(block_n, _power(n))
-    block_k = next(k for k in (block_k, 64, 32, 16) if c % k == 0)
+    block_k = next(k for k in (block_k, 128, 64, 32, 16) if k <= block_k and c % k == 0)
     blocks = {"BLOCK_T": block_t, "BLOCK_N": block_n, "BLOCK_K": block_k}
     grid = _ceil(tokens, block_t) * _ceil(n, block_n), len(weights)
     three = [(y * 3)[:3] for y in (weights, biases, out)]
     optional = x if both is None else both, x if scale is None else scale
     tensors = x, *three[0], *three[1], *three[2], *optional
-    given = {"GELU": gelu, "BOTH": both is not None, "SCALE": scale is not None}
+    given = {"ADD": add, "GELU": gelu, "BOTH": both is not None, "SCALE": scale is not None}
     given["QUICK"] = x.dtype != torch.float32
     _launch(
         "linear", grid, *tensors, tokens, _per_image(x), C=c, N=n, warps=warps, **given, **blocks
@@ -666,7 +670,10 @@ def mlp_residual(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, total: Tensor
         return out
     y = x.new_empty((tokens, hidden))
     _linear(x, (w_1,), (b_1,), (y,), gelu=True)
-    total.view(tokens, c).addmm_(y, w_2.T)
+    if tokens <= FEW:
+        _linear(y, (w_2,), (b_1,), (total,), add=True)
+    else:
+        total.view(tokens, c).addmm_(y, w_2.T)
     return total
 
 
