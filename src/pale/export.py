@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -169,18 +170,14 @@ def export(
 
     target, kind = _target(Path(path)), _format(Path(path), format)
     _require(kind, device, opset)
-    loaded = load(source, recipe)
-    pictures = _pictures(Path(data), loaded) if data is not None else []
-    model = (Whole if loaded.kind == "segmentation" else Plain)(loaded.model).eval()
-    model.requires_grad_(False).to(device)
-    sizes = _sizes(loaded, sizes, fixed)
-    about = loaded.about() | {"format": kind, "fixed": list(sizes[0][1:]) if fixed else None}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # The suffix stays: loaders ask for it.
-    handle, name = tempfile.mkstemp(target.suffix, f".{target.stem}.", target.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = _temporary(target)
     try:
+        loaded = load(source, recipe)
+        pictures = _pictures(Path(data), loaded) if data is not None else []
+        model = (Whole if loaded.kind == "segmentation" else Plain)(loaded.model).eval()
+        model.requires_grad_(False).to(device)
+        sizes = _sizes(loaded, sizes, fixed)
+        about = loaded.about() | {"format": kind, "fixed": list(sizes[0][1:]) if fixed else None}
         example = _images(loaded, sizes[0] if fixed else (2, 97, 130), device)
         with _quiet():
             run = WRITERS[kind](model, example, fixed, opset, about, temporary, say)
@@ -250,15 +247,21 @@ def _format(path: Path, format: str | None) -> Format:
 
 
 def _target(path: Path) -> Path:
-    """The path, or why nothing can be written there; minutes of compiling should not end in that."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it, such as {path / 'model.onnx'}")
-    folder = path.parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{path} cannot be written: {folder} is no folder that you may write to")
     return path
+
+
+def _temporary(target: Path) -> Path:
+    """A file beside the target, made at once: minutes of compiling should not end in a folder that is closed."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # The suffix stays: loaders ask for it.
+        handle, name = tempfile.mkstemp(target.suffix, f".{target.stem}.", target.parent)
+    except OSError as error:
+        raise ValueError(f"{target} cannot be written ({error.strerror})") from None
+    os.close(handle)
+    return Path(name)
 
 
 def _require(kind: Format, device: str, opset: int) -> None:
@@ -389,6 +392,8 @@ def _onnx(
     say("tracing")
     program = _program(model, example, fixed)
     say("translating to ONNX")
+    import onnx
+
     try:
         made = torch.onnx.export(
             program,
@@ -400,15 +405,37 @@ def _onnx(
             verbose=False,
         )
         assert made is not None
-        for key, value in {NOTE: json.dumps(about), "producer": "pale export"}.items():
-            made.model.metadata_props[key] = value
-        made.save(path, external_data=False)
+        made.model.metadata_props[NOTE] = json.dumps(about)
+        proto = made.model_proto
+        _name_sizes(proto.graph)
+        onnx.save(proto, path)
     except Exception as error:
         raise RuntimeError(
             f"the ONNX exporter cannot translate this model ({_first(error)}); format pt2 takes every "
             "operator of PyTorch"
         ) from error
     return _ort(path)
+
+
+def _name_sizes(graph: Any) -> None:
+    """Call the sizes batch, height and width, where the exporter says s34 and the like."""
+
+    def dims(value: Any) -> Any:
+        return value.type.tensor_type.shape.dim
+
+    (images,), (logits,) = graph.input, graph.output
+    names = {0: "batch", 2: "height", 3: "width"}
+    called = {dims(images)[n].dim_param: name for n, name in names.items()}
+    called.pop("", None)  # a fixed size
+    for value in (images, *graph.value_info):
+        for dim in dims(value):
+            if dim.dim_param:
+                dim.dim_param = re.sub(
+                    r"\w+", lambda word: called.get(word[0], word[0]), dim.dim_param
+                )
+    for n, dim in enumerate(dims(logits)):
+        if dim.dim_param:
+            dim.dim_param = names[n]
 
 
 def _int8(
