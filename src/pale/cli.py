@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from . import __version__, cli_train
+from . import __version__, cli_train, cli_use
 
 
 class Parser(argparse.ArgumentParser):
@@ -117,6 +117,8 @@ def _parser() -> Parser:
     pales.add_argument(
         "-o", "--output", type=Path, required=True, help="picture to write, for example pales.png"
     )
+    cli_use.add_attention(views)
+    cli_use.add_export(lambda name, run, help_: _command(commands, name, run, help_))
     _bench_parsers(commands)
     return parser
 

@@ -4,9 +4,15 @@ A tracer ties a program to facts about the sizes it was traced with: this map is
 pixel, there are several groups, nothing needs padding. An exported program must run at every size,
 so under `torch.export` sizes are made opaque: written into a tensor and read back, so that the
 tracer knows nothing about them but that they are positive.
+
+AOTInductor (torch 2.15) computes wrong numbers from such sizes. For it they stay the tracer's own
+symbols: `symbolic_sizes`. The operations are the same, and none of them depends on a size being large.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,9 +26,23 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+_symbolic = False
+
+
+@contextmanager
+def symbolic_sizes() -> Iterator[None]:
+    """Export with the tracer's symbols for sizes."""
+    global _symbolic
+    _symbolic = True
+    try:
+        yield
+    finally:
+        _symbolic = False
+
+
 def opaque_size(n: int) -> int:
     """`n`; when exporting, a number of which only `n >= 1` is known."""
-    if not exporting():
+    if not exporting() or _symbolic:
         return n
     size = torch.full((), n, dtype=torch.int64).item()
     torch._check(size >= 1)
@@ -31,7 +51,7 @@ def opaque_size(n: int) -> int:
 
 def opaque_sizes(x: Tensor) -> Tensor:
     """Images (b, c, h, w); when exporting, with opaque b, h and w."""
-    if exporting():
+    if exporting() and not _symbolic:
         for axis in (0, 2, 3):
             x = x.index_select(axis, torch.arange(opaque_size(x.shape[axis]), device=x.device))
     return x

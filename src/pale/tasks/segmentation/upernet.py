@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...layers import LayerNorm2d
+from ...ops.sizes import exporting
 
 POOLS = (1, 2, 3, 6)  # cells a side of the pyramid
 AUXILIARY_MAP = 2  # stage 3
@@ -44,7 +45,7 @@ class PyramidPooling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(b, c_in, h, w) -> (b, c, h, w)."""
         means = [
-            resize(cell(F.adaptive_avg_pool2d(x, n)), x)
+            resize(cell(cell_means(x, n)), x)
             for n, cell in zip(self.pools, self.cells, strict=True)
         ]
         return self.merge(torch.cat([x, *means], 1))
@@ -162,9 +163,31 @@ class UperNet(nn.Module):
 STRIDES = (4, 8, 16, 32)
 
 
+def cell_means(x: Tensor, n: int) -> Tensor:
+    """Adaptive average pooling, (b, c, h, w) -> (b, c, n, n).
+
+    PyTorch's own ties an exported program to the size it was traced with, so there it is two products.
+    """
+    if not exporting():
+        return F.adaptive_avg_pool2d(x, n)
+    rows, columns = (_shares(x.shape[axis], n, x) for axis in (2, 3))
+    return rows @ x @ columns.mT
+
+
+def _shares(length: int, n: int, like: Tensor) -> Tensor:
+    """(n, length): the share that each row (or column) has in the mean of each cell."""
+    i = torch.arange(length, device=like.device)
+    cell = torch.arange(n, device=like.device)[:, None]
+    # Both by tensors: the ONNX exporter knows no product with a size.
+    all_ = torch.full_like(cell, length)
+    start, end = cell * all_ // n, ((cell + 1) * all_ + n - 1) // n
+    inside = (start <= i) & (i < end)
+    return inside.to(like.dtype) / (end - start).to(like.dtype)
+
+
 def resize(x: Tensor, like: Tensor) -> Tensor:
     """Bilinear, corners not aligned, to the height and width of `like`."""
-    if x.shape[-2:] == like.shape[-2:]:
+    if not exporting() and x.shape[-2:] == like.shape[-2:]:
         return x
     return F.interpolate(x, like.shape[-2:], mode="bilinear", align_corners=False)
 

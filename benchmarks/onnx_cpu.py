@@ -1,0 +1,105 @@
+"""onnxruntime on a CPU beside eager and compiled PyTorch, ours beside timm's Swin-T exported the same way.
+
+    python benchmarks/onnx_cpu.py --threads 2 -o benchmarks/results/onnx_cpu.md
+
+All ways of all models take turns in one process, so that whatever slows the machine down slows all alike; a row is the
+median of its rounds. Swin takes one size alone: its file is made with `--fixed`, ours serves every size. The machine
+must be quiet: the quartiles tell.
+"""
+
+import argparse
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import onnxruntime
+import timm
+import torch
+
+import pale
+from pale.bench import create, quartiles
+
+MODELS = ("pale_tiny", "swin_tiny_patch4_window7_224")
+
+
+def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # Threads that spin while they wait would slow PyTorch down, which is timed in the same process.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def ways(name: str, size: int, threads: int, folder: Path, int8: bool):
+    """Callables by name, each images -> logits."""
+    model = create(name, (size, size)).eval().requires_grad_(False)
+    found = {"eager": model, "compiled": torch.compile(model, dynamic=False)}
+    for kind in ["onnx", "int8"] if int8 else ["onnx"]:
+        path = folder / f"{name}.{kind}.onnx"
+        ours = name.startswith("pale_")
+        done = pale.export(model, path, kind, fixed=not ours, sizes=[(1, size, size)])
+        print(f"{name}, {kind}: {done.bytes / 1e6:.1f} MB, off by {done.checks[0].share:.1e}")
+        run = session(path, threads)
+        found[kind] = lambda x, run=run: run.run(None, {"images": x.numpy()})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--int8", action="store_true", help="also quantised")
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        calls = {
+            (name, way): call
+            for name in args.models
+            for way, call in ways(name, args.size, args.threads, Path(folder), args.int8).items()
+        }
+        for batch in args.batch:
+            x = torch.randn(batch, 3, args.size, args.size)
+            times = {key: [] for key in calls}
+            for call in calls.values():
+                for _ in range(3):
+                    call(x)
+            for _ in range(args.rounds):
+                for key, call in calls.items():
+                    start = time.perf_counter()
+                    call(x)
+                    times[key].append(1e3 * (time.perf_counter() - start))
+            rows |= {(batch, *key): measured for key, measured in times.items()}
+    lines = [
+        f"# onnxruntime {onnxruntime.__version__} on a CPU",
+        "",
+        f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {args.threads} threads, "
+        f"{args.size}x{args.size}, fp32, torch {torch.__version__}, timm {timm.__version__}; "
+        f"medians of {args.rounds} rounds in turn. `python benchmarks/onnx_cpu.py`",
+        "",
+        "| batch | model | way | ms (quartiles) | images/s | against the same way of the first model |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for (batch, name, way), measured in rows.items():
+        ms, (low, high) = statistics.median(measured), quartiles(measured)
+        first = statistics.median(rows[batch, args.models[0], way])
+        lines.append(
+            f"| {batch} | {name} | {way} | {ms:.1f} ({low:.1f} to {high:.1f}) | {1e3 * batch / ms:.1f} "
+            f"| {first / ms:.2f} |"
+        )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
