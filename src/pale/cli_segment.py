@@ -138,9 +138,10 @@ def evaluate(args: argparse.Namespace, recipe: Segmentation, weights: Any) -> No
 def _predict(args: argparse.Namespace) -> None:
     import torch
 
+    from .data.images import pictures
     from .recipes import get
     from .recipes.schema import Segmentation
-    from .segment import Predictor, pictures
+    from .segment import Predictor
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     how: dict[str, Any] = {}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from ..data.instance_transforms import InstanceAugment
 from ..data.mask_transforms import MaskAugment
 from ..data.mixing import Mix
 from ..data.transforms import NO_AUGMENT
 from ..settings import vary
 from ..tasks.classification import Data, Model
+from ..tasks.detection import DetectionModel, InstanceData, Testing
+from ..tasks.detection.mask_rcnn import Heads
 from ..tasks.segmentation import MaskData, SegmentationModel
 from ..tasks.segmentation.inference import MULTI_SCALES, Inference
-from .schema import Classification, Optim, Segmentation
+from .schema import Classification, Detection, Optim, Segmentation
 
 
 def quickstart() -> Classification:
@@ -51,4 +54,32 @@ def segmentation() -> Segmentation:
         steps=1000,
         warmup_steps=100,
         eval_every=1,
+    )
+
+
+def detection() -> Detection:
+    """Boxes and outlines of shapes in generated scenes, with a narrow Mask R-CNN; some minutes on two CPU cores."""
+    return Detection(
+        model=DetectionModel(
+            name="pale_nano",
+            heads=Heads(
+                width=48,
+                box_width=96,
+                mask_width=32,
+                mask_layers=2,
+                anchor=6.0,
+                rpn_samples=32,
+                box_samples=32,
+                proposals=50,
+            ),
+        ),
+        data=InstanceData(
+            kind="scenes", size=64, objects=(1, 2), samples=8192, val_samples=256, workers=0
+        ),
+        augment=InstanceAugment(short=None, long=None, vertical_flip=0.5),
+        test=Testing(short=None, long=None),
+        optim=Optim(lr=2e-3, lr_batch=16, min_lr=0, weight_decay=0.05, schedule="linear", clip=5.0),
+        batch=16,
+        epochs=2,
+        warmup_steps=50,
     )
