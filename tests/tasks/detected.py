@@ -24,6 +24,7 @@ CHANGES = {
     "data.samples": 22,
     "data.val_samples": 5,
     "data.objects": [1, 3],
+    "data.shapes": list(CLASSES),
     "epochs": 3,
     "steps": 6,
     "warmup_steps": 2,

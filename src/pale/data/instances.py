@@ -360,8 +360,8 @@ class SceneInstances:
 
     def __init__(self, scenes: Scenes) -> None:
         self.scenes = scenes
-        self.classes = list(SHAPES)
-        self.categories = list(range(1, len(SHAPES) + 1))
+        self.classes = list(scenes.shapes)
+        self.categories = list(range(1, len(self.classes) + 1))
         self.shaped, self.notes = True, list[str]()
 
     def __len__(self) -> int:
@@ -379,7 +379,8 @@ class SceneInstances:
         """Picture and objects, drawn once."""
         scene = self.scenes[index]
         masks = [scene.instances == k + 1 for k in range(len(scene.labels))]
-        found = from_masks(scene.instances.shape, masks, scene.labels)
+        labels = [self.classes.index(SHAPES[label]) for label in scene.labels]
+        found = from_masks(scene.instances.shape, masks, labels)
         return Image.fromarray(scene.image), found
 
     def size(self, index: int) -> tuple[int, int]:
@@ -424,7 +425,8 @@ class PetSilhouettes:
     def _trimap(self, stem: str) -> NDArray[np.uint8]:
         path = self.root / "annotations/trimaps" / f"{stem}.png"
         try:
-            return np.asarray(Image.open(path))
+            with Image.open(path) as image:
+                return np.asarray(image)
         except FileNotFoundError:
             raise UnreadableImageError(f"{path}: there is no such mask") from None
 
@@ -548,7 +550,8 @@ def convert(
 def _values(path: Path) -> NDArray[np.int64]:
     if path.suffix.lower() not in MASK_SUFFIXES:
         raise UnreadableImageError(f"{path}: masks are lossless files ({', '.join(MASK_SUFFIXES)})")
-    values = np.asarray(Image.open(path))
+    with Image.open(path) as image:
+        values = np.asarray(image)
     if values.ndim != 2:
         raise UnreadableImageError(f"{path}: an instance mask has one value a pixel, not colours")
     return values.astype(np.int64)

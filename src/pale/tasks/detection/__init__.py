@@ -25,6 +25,7 @@ from ...data.instances import (
     Subset,
 )
 from ...data.mask_transforms import distort
+from ...data.scenes import CLASSES as SHAPES
 from ...data.scenes import Scenes
 from ...data.transforms import normalise
 from ...settings import Settings
@@ -123,6 +124,7 @@ class InstanceData(Settings):
         check: look for every picture before training.
         size: scenes: height and width.
         objects: scenes: fewest and most objects.
+        shapes: scenes: which shapes, which are the classes.
         samples: scenes: how many to train on.
         val_samples: scenes: how many to validate on.
         workers: processes that read pictures, for each training process.
@@ -140,6 +142,7 @@ class InstanceData(Settings):
     check: bool = True
     size: int = Field(default=96, ge=16)
     objects: tuple[int, int] = (1, 3)
+    shapes: tuple[str, ...] = SHAPES
     samples: int = Field(default=4096, ge=1)
     val_samples: int = Field(default=256, ge=1)
     workers: int = Field(default=4, ge=0)
@@ -147,7 +150,7 @@ class InstanceData(Settings):
     def train_source(self, seed: int) -> InstanceSource:
         """Training pictures."""
         if self.kind == "scenes":
-            return SceneInstances(Scenes(self.samples, self.size, seed, self.objects))
+            return SceneInstances(Scenes(self.samples, self.size, seed, self.objects, self.shapes))
         source = self._source(self.train, None, self.keep_empty)
         if self.hold_out:
             source = Subset(source, self._parts(len(source), seed)[0])
@@ -156,7 +159,8 @@ class InstanceData(Settings):
     def val_source(self, seed: int, classes: Sequence[str] | None = None) -> InstanceSource:
         """Validation pictures, those without objects among them; `classes` must be theirs."""
         if self.kind == "scenes":
-            return SceneInstances(Scenes(self.val_samples, self.size, VAL_SEED, self.objects))
+            scenes = Scenes(self.val_samples, self.size, VAL_SEED, self.objects, self.shapes)
+            return SceneInstances(scenes)
         if self.hold_out:
             source = self._source(self.train, classes, self.keep_empty)
             return self._limited(Subset(source, self._parts(len(source), seed)[1]))
