@@ -32,7 +32,6 @@ def evaluate(
     dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, float], AveragePrecision]:
     """Evaluate weights; every process gets the same."""
-    rle.codec()  # before the images are gone through
     task = recipe.task(weights.about.get("classes") or recipe.data.val_source(recipe.seed).classes)
     model = task.model()
     weight_files.put(model, weights, source, new_head=False)

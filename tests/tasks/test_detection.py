@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from pale.cli import main
 from pale.data.stream import Stream, grouped
 from pale.detect import Predictor
 from pale.recipes import RECIPES, get
+from pale.recipes.schema import text
 from pale.train.distributed import World
 from pale.train.evaluate import Evaluation
 from pale.train.log import read
@@ -25,6 +28,20 @@ from pale.weights import load
 from .detected import detected, own_objects, write_coco
 
 CPU = World(torch.device("cpu"))
+
+
+def torchrun(*arguments: object) -> None:
+    """`pale` in two processes."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*run, "-m", "pale", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -79,6 +96,23 @@ def test_two_processes_evaluate_as_one(tmp_path):
     merged = task.metric().merge(states)
     assert merged == pytest.approx(one, abs=1e-4)
     assert one["images"] == 7
+
+
+@pytest.mark.slow
+def test_two_processes_train_together(tmp_path):
+    """Every parameter has its part in every step, as DDP expects, and both processes go the same way."""
+    (tmp_path / "recipe.yaml").write_text(text(detected(data__keep_empty=True)))
+    words = ["train", "--config", tmp_path / "recipe.yaml", "--output", tmp_path / "two"]
+    torchrun(*words, "--device", "cpu")
+    alone = train(detected(data__keep_empty=True), tmp_path / "one", CPU, quiet=True)
+    assert alone.step == 6
+    one, two = (
+        [e["loss"] for e in read(tmp_path / run / "log.jsonl") if e["event"] == "step"]
+        for run in ("one", "two")
+    )
+    # The means over masks are taken on each process.
+    assert two == pytest.approx(one, rel=0.05)
+    assert (tmp_path / "two/report.html").is_file()
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
 from ... import weights as weight_files
+from ...data import rle
 from ...data.draws import number
 from ...data.instance_transforms import InstanceAugment, Objects, WholeImages, collate
 from ...data.instances import (
@@ -232,6 +233,7 @@ class DetectionTask:
             seed: of every draw.
             classes: for evaluation alone: the classes that the weights know; no training set is read.
         """
+        rle.codec()  # says what to install
         self.settings, self.data, self.augment = model, data, augment
         self.test, self.seed = test, seed
         self.masks = model.heads.masks
