@@ -29,19 +29,19 @@ def overlay(
         categories: their ids.
     """
     pixels = np.array(picture.convert("RGB"))
-    colours = palette(len(names))
     place = {c: i for i, c in enumerate(categories)}
     # The greatest first, so that small ones stay visible.
     ordered = sorted(found, key=lambda o: -o["bbox"][2] * o["bbox"][3])
-    for entry in ordered:
+    # A colour for each object, so that neighbours of one class stay apart.
+    colours = [_bright(colour) for colour in palette(len(ordered))]
+    for entry, colour in zip(ordered, colours, strict=True):
         if not rle.is_empty(entry.get("segmentation")):
-            _tint(pixels, entry, colours[place[entry["category_id"]]])
+            _tint(pixels, entry, colour)
     canvas = Image.fromarray(pixels)
     draw = ImageDraw.Draw(canvas)
     line = max(1, round(min(picture.size) / 250))
     font = ImageFont.load_default(max(10, min(picture.size) // 32))
-    for entry in ordered:
-        colour = colours[place[entry["category_id"]]]
+    for entry, colour in zip(ordered, colours, strict=True):
         left, top, w, h = entry["bbox"]
         right, bottom = max(left, left + w - 1), max(top, top + h - 1)
         draw.rectangle((left, top, right, bottom), outline=colour, width=line)
@@ -52,6 +52,11 @@ def overlay(
             text += " (crowd)"
         _label(draw, (left, top), text, colour, font, picture.size)
     return canvas
+
+
+def _bright(colour: Colour) -> Colour:
+    r, g, b = (min(255, 50 + 3 * c // 2) for c in colour)
+    return r, g, b
 
 
 def _tint(pixels: Any, entry: dict[str, Any], colour: Colour) -> None:
