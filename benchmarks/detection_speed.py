@@ -31,7 +31,6 @@ def build(label: str, size: tuple[int, int], device: str, compiled: bool):
             weights=None,
             weights_backbone=None,
             num_classes=81,
-            trainable_backbone_layers=5,
             min_size=min(size),
             max_size=max(size),
         )

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import sys
 import tarfile
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from tasks.detected import coco_json, own_objects, write_coco
 
 from pale.cli import main
 from pale.data import rle
+from pale.data.coco import CocoFiles
 from pale.data.images import UnreadableImageError
 from pale.data.instance_check import check_instances
 from pale.data.instances import (
-    CocoFiles,
     Instances,
     PetSilhouettes,
     SceneInstances,
@@ -227,6 +228,20 @@ def test_a_picture_of_another_size_than_the_json_says_is_an_error(tmp_path):
         UnreadableImageError, match=r"is 50x48, train\.json says 48x48; boxes would be off"
     ):
         coco(root).image(0)
+
+
+def test_a_huge_picture_is_an_error_that_names_it(tmp_path, monkeypatch):
+    root = write_coco(tmp_path)
+    monkeypatch.setattr("pale.data.images.MOST_PIXELS", 48 * 48 - 1)
+    with pytest.raises(UnreadableImageError, match=r"0\.png: more than 2,303 pixels \(48x48\)"):
+        coco(root).image(0)
+
+
+def test_without_faster_coco_eval_it_is_said_what_to_install(tmp_path, monkeypatch):
+    root = write_coco(tmp_path)
+    monkeypatch.setitem(sys.modules, "faster_coco_eval.core", None)
+    with pytest.raises(RuntimeError, match=r"pip install 'pale-transformer\[det\]'"):
+        own_objects(root).task()
 
 
 def test_sizes_that_the_json_leaves_out_come_from_the_files(tmp_path):

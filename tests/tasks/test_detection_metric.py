@@ -14,7 +14,8 @@ import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from pale.data.instances import CocoFiles, SceneInstances, from_masks
+from pale.data.coco import CocoFiles
+from pale.data.instances import SceneInstances, from_masks
 from pale.data.scenes import Scenes
 from pale.tasks.detection.metric import (
     FIGURES,

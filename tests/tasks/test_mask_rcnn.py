@@ -318,6 +318,7 @@ def test_layer_decay_and_spared_parameters_reach_the_backbone():
     assert min(scales) < 0.2
 
 
+@pytest.mark.slow
 def test_compiled_parts_serve_varying_sizes_without_new_graphs():
     model = small().eval()
     images = [torch.randn(1, 3, *size) for size in ((64, 96), (96, 64), (128, 160), (160, 96))]

@@ -15,8 +15,8 @@ from typing import Any
 
 from . import rle
 from .check import Problem
+from .coco import LEAST_SIDE, read_json
 from .images import UnreadableImageError, read_image
-from .instances import LEAST_SIDE, read_json
 
 OUTSIDE = 1.0  # pixels that a box may stick out, from rounding
 FEW = 10  # objects below which a class is hardly learned

@@ -16,10 +16,10 @@ from torchvision.models.detection.image_list import ImageList
 
 from ... import weights as weight_files
 from ...data import rle
+from ...data.coco import CocoFiles
 from ...data.draws import number
 from ...data.instance_transforms import InstanceAugment, Objects, WholeImages, collate
 from ...data.instances import (
-    CocoFiles,
     InstanceSource,
     PetSilhouettes,
     SceneInstances,
