@@ -62,6 +62,37 @@ ADE20K = {
 }
 
 
+# The COCO columns: Mask R-CNN at 800x1280, 1000 boxes and 100 masks.
+COCO = {
+    ("COCO", "Pale-T"): (41, 306),
+    ("COCO", "Pale-S"): (68, 432),
+    ("COCO", "Pale-B"): (105, 595),
+    ("Pale size", "1 1 1 1"): (41, 253),
+    ("Pale size", "3 3 3 3"): (41, 269),
+    ("Pale size", "5 5 5 5"): (41, 283),
+    ("Pale size", "7 7 7 7"): (41, 306),
+    ("Pale size", "9 9 9 9"): (41, 322),
+    ("Attention mode", "Axial"): (41, 253),
+    ("Attention mode", "Cross-Shaped"): (41, 306),
+    ("Attention mode", "Pale (vanilla)"): (41, 668),
+    ("Attention mode", "Pale (sequential)"): (41, 306),
+    ("Attention mode", "Pale (parallel)"): (41, 306),
+    ("Position", "no pos."): (41, 306),
+    ("Position", "APE"): (49, 306),
+    ("Position", "CPE"): (41, 306),
+}
+
+
+def test_every_coco_figure_is_met_within_one_percent():
+    rows = {(row.table, row.setting): row for row in cost.reproduce() if row.task == "coco"}
+    assert rows.keys() == COCO.keys()
+    for key, (params, macs) in COCO.items():
+        row = rows[key]
+        assert (row.params_paper, row.macs_paper) == (params, macs)
+        assert round(row.params) == params, key
+        assert row.macs == pytest.approx(macs, rel=0.01), key
+
+
 def test_every_ade20k_figure_is_met_within_one_percent():
     rows = {(row.table, row.setting): row for row in cost.reproduce() if row.task == "ade20k"}
     assert rows.keys() == ADE20K.keys()

@@ -260,7 +260,8 @@ def _cost(args: argparse.Namespace) -> None:
             )
         _print(table)
         _print(
-            "Counted as the paper pads, imagenet at 224x224, ade20k with UperNet at 512x2048; "
+            "Counted as the paper pads, imagenet at 224x224, ade20k with UperNet at 512x2048, coco with "
+            "Mask R-CNN at 800x1280; "
             "'ragged' is what our groups cost, which are never padded."
         )
         return

@@ -1,4 +1,4 @@
-"""The commands of segmentation: its part of eval and of data check, and predict."""
+"""The commands of segmentation: its part of eval and of data check, and predict, which serves detection too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from . import cli_detect
+
 if TYPE_CHECKING:
     from .recipes.schema import Segmentation
 
@@ -20,14 +22,17 @@ Run = Callable[[argparse.Namespace], int | None]
 
 def add_predict(command: Callable[[str, Run, str], Any]) -> None:
     """Add `pale predict`."""
-    predict = command("predict", _predict, "segment pictures: masks, overlays, shares of classes")
+    predict = command("predict", _predict, "segment pictures, or find objects in them")
     predict.add_argument("weights", type=Path, help="a run's folder, or a .safetensors file of one")
     predict.add_argument("pictures", type=Path, nargs="+", help="files or folders")
     predict.add_argument("-o", "--output", type=Path, required=True, help="folder for the results")
     predict.add_argument("--recipe", help="for foreign weights: the recipe that says the model")
-    predict.add_argument("--slide", action="store_true", help="by windows: for large pictures")
-    predict.add_argument("--own-size", action="store_true", help="do not resize before segmenting")
-    predict.add_argument("--multi", action="store_true", help="several scales, flipped too")
+    predict.add_argument("--own-size", action="store_true", help="do not resize before")
+    predict.add_argument("--slide", action="store_true", help="segmenter: windows, if large")
+    predict.add_argument("--multi", action="store_true", help="segmenter: several scales, flipped")
+    predict.add_argument(
+        "--score", type=float, default=0.5, help="detector: least score of an object (default 0.5)"
+    )
     predict.add_argument(
         "--device", choices=["cpu", "cuda"], help="default: cuda where there is one"
     )
@@ -138,10 +143,15 @@ def evaluate(args: argparse.Namespace, recipe: Segmentation, weights: Any) -> No
 def _predict(args: argparse.Namespace) -> None:
     import torch
 
+    from .data.images import pictures
     from .recipes import get
-    from .recipes.schema import Segmentation
-    from .segment import Predictor, pictures
+    from .recipes.schema import Detection, Segmentation
+    from .segment import Predictor
 
+    chosen = get(args.recipe) if args.recipe else None
+    if isinstance(chosen, Detection) or (chosen is None and _kind(args.weights) == "detection"):
+        cli_detect.predict(args, chosen)
+        return
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     how: dict[str, Any] = {}
     if args.slide:
@@ -153,8 +163,7 @@ def _predict(args: argparse.Namespace) -> None:
 
         how |= {"scales": MULTI_SCALES, "flip": True}
     recipe = None
-    if args.recipe:
-        chosen = get(args.recipe)
+    if chosen is not None:
         if not isinstance(chosen, Segmentation):
             raise ValueError(f"{args.recipe} is no segmentation recipe")
         recipe = chosen
@@ -179,6 +188,14 @@ def _predict(args: argparse.Namespace) -> None:
             table.add_row(name, f"{sum(values) / len(shares):.2f}", str(len(values)))
     _console().print(table)
     _say(f"{args.output} written: masks, overlays and shares.json of {len(shares)} pictures")
+
+
+def _kind(path: Path) -> str | None:
+    """Of the recipe that weights say they were trained by."""
+    from . import weights
+
+    recipe = weights.load(path).about.get("recipe")
+    return recipe.get("kind") if isinstance(recipe, dict) else None
 
 
 def _say(text: str) -> None:

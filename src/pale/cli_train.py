@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from . import cli_segment
+from . import cli_detect, cli_segment
 
 # Commands that take the settings of a recipe as options.
 OVERRIDDEN = ("train", "eval", "bench data", "token-labels make")
@@ -61,7 +61,7 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
         "-o",
         "--output",
         type=Path,
-        help="segmentation: folder for JSON and tables (RUN/evaluation)",
+        help="segmentation, detection: folder for JSON and tables (RUN/evaluation)",
     )
     eval_.epilog = "Settings of the recipe are options too: --data.root DIR --data.size 384."
 
@@ -111,6 +111,8 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
     check.add_argument("--sheet", type=Path, help="also draw some pictures of each class: out.png")
     check.add_argument("--workers", type=int, help="processes (default: one a core)")
     cli_segment.add_check(check)
+    cli_detect.add_check(check)
+    cli_detect.add_convert(add, kinds)
     pack = add(kinds, "pack", _pack, "pack folders of images into tar shards")
     pack.add_argument("root", type=Path, help="holds train/<class>/<picture> and val/...")
     pack.add_argument("output", type=Path, help="folder for the shards")
@@ -214,7 +216,7 @@ def _free(path: Path) -> Path:
 def _eval(args: argparse.Namespace) -> None:
     from . import weights as weight_files
     from .recipes import get
-    from .recipes.schema import Segmentation, parse
+    from .recipes.schema import Detection, Segmentation, parse
     from .train.distributed import join
     from .train.evaluate import Evaluation
 
@@ -229,6 +231,10 @@ def _eval(args: argparse.Namespace) -> None:
     if isinstance(recipe, Segmentation):
         recipe = recipe.override({"model.init": None} | args.overrides)
         cli_segment.evaluate(args, recipe, weights)
+        return
+    if isinstance(recipe, Detection):
+        recipe = recipe.override({"model.init": None} | args.overrides)
+        cli_detect.evaluate(args, recipe, weights)
         return
     recipe = recipe.override(args.overrides)
     with join(args.device) as world:
@@ -352,6 +358,8 @@ def _token_labels(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace) -> int:
     from .data.check import SHOWN, check, sheet
 
+    if args.annotations:
+        return cli_detect.check(args)
     if cli_segment.wants_masks(args):
         return cli_segment.check(args)
     found = check(args.root, tuple(args.splits), args.workers)

@@ -180,6 +180,45 @@ def upernet(
     return Cost(tuple(parts))
 
 
+def mask_rcnn(
+    config: PaleConfig,
+    size: tuple[int, int],
+    *,
+    num_classes: int = 80,
+    width: int = 256,
+    box_width: int = 1024,
+    mask_layers: int = 4,
+    boxes: int = 1000,
+    masks: int = 100,
+) -> Cost:
+    """Feature pyramid, proposals, box head on `boxes` regions, mask head on `masks`, and the norms of the maps."""
+    maps, channels, c = config.maps(*size), config.channels, width
+    parts = [Part("body.norms", 2 * sum(channels), 0)]
+
+    def layer(name: str, c_in: int, c_out: int, taps: int, times: int, params: bool = True) -> None:
+        weights = c_in * c_out * taps
+        parts.append(Part(name, (weights + c_out) * params, times * weights))
+
+    levels = [
+        *maps,
+        ((maps[-1][0] + 1) // 2, (maps[-1][1] + 1) // 2),
+    ]  # P6 by taking each second pixel
+    for i, (c_i, (h, w)) in enumerate(zip(channels, maps, strict=True)):
+        layer(f"body.fpn.lateral.{i}", c_i, c, 1, h * w)
+        layer(f"body.fpn.smooth.{i}", c, c, 9, h * w)
+    for i, (h, w) in enumerate(levels):  # one head for all levels
+        layer(f"rpn.conv.{i}", c, c, 9, h * w, params=not i)
+        layer(f"rpn.out.{i}", c, 3 + 12, 1, h * w, params=not i)
+    layer("box.fc6", c * 49, box_width, 1, boxes)
+    layer("box.fc7", box_width, box_width, 1, boxes)
+    layer("box.out", box_width, 5 * (num_classes + 1), 1, boxes)
+    for i in range(mask_layers):
+        layer(f"mask.conv.{i}", c, c, 9, 196 * masks)
+    parts.append(Part("mask.up", 4 * c * c + c, 196 * masks * 4 * c * c))
+    layer("mask.out", c, num_classes + 1, 1, 784 * masks)
+    return Cost(tuple(parts))
+
+
 def count(
     config: PaleConfig,
     size: tuple[int, int],
@@ -205,7 +244,11 @@ class Task:
 
 TASKS = {
     task.name: task
-    for task in (Task("imagenet", (224, 224), classifier), Task("ade20k", (512, 2048), upernet))
+    for task in (
+        Task("imagenet", (224, 224), classifier),
+        Task("ade20k", (512, 2048), upernet),
+        Task("coco", (800, 1280), mask_rcnn),
+    )
 }
 
 
@@ -225,8 +268,9 @@ def _row(
     config: PaleConfig,
     imagenet: tuple[float, float] | None = None,
     ade20k: tuple[float, float] | None = None,
+    coco: tuple[float, float] | None = None,
 ) -> Row:
-    columns = {"imagenet": imagenet, "ade20k": ade20k}
+    columns = {"imagenet": imagenet, "ade20k": ade20k, "coco": coco}
     return Row(table, setting, config, {name: f for name, f in columns.items() if f is not None})
 
 
@@ -242,14 +286,29 @@ PAPER = (
     _row("ADE20K", "Pale-T", PALE_T, ade20k=(52, 996)),
     _row("ADE20K", "Pale-S", PALE_S, ade20k=(80, 1135)),
     _row("ADE20K", "Pale-B", PALE_B, ade20k=(119, 1311)),
-    _row("Pale size", "1 1 1 1", replace(PALE_T, pale_size=1), (22, 3.8), (52, 929)),
-    _row("Pale size", "3 3 3 3", replace(PALE_T, pale_size=3), (22, 4.1), (52, 950)),
-    _row("Pale size", "5 5 5 5", replace(PALE_T, pale_size=5), (22, 4.4), (52, 972)),
-    _row("Pale size", "7 7 7 7", replace(PALE_T, pale_size=7), (22, 4.2), (52, 996)),
-    _row("Pale size", "9 9 9 9", replace(PALE_T, pale_size=9), (22, 5.4), (52, 1021)),
-    _row("Attention mode", "Axial", replace(PALE_T, attention="axial"), (22, 3.8), (52, 929)),
+    _row("COCO", "Pale-T", PALE_T, coco=(41, 306)),
+    _row("COCO", "Pale-S", PALE_S, coco=(68, 432)),
+    _row("COCO", "Pale-B", PALE_B, coco=(105, 595)),
+    _row("Pale size", "1 1 1 1", replace(PALE_T, pale_size=1), (22, 3.8), (52, 929), (41, 253)),
+    _row("Pale size", "3 3 3 3", replace(PALE_T, pale_size=3), (22, 4.1), (52, 950), (41, 269)),
+    _row("Pale size", "5 5 5 5", replace(PALE_T, pale_size=5), (22, 4.4), (52, 972), (41, 283)),
+    _row("Pale size", "7 7 7 7", replace(PALE_T, pale_size=7), (22, 4.2), (52, 996), (41, 306)),
+    _row("Pale size", "9 9 9 9", replace(PALE_T, pale_size=9), (22, 5.4), (52, 1021), (41, 322)),
     _row(
-        "Attention mode", "Cross-Shaped", replace(PALE_T, attention="cross"), (22, 4.2), (52, 996)
+        "Attention mode",
+        "Axial",
+        replace(PALE_T, attention="axial"),
+        (22, 3.8),
+        (52, 929),
+        (41, 253),
+    ),
+    _row(
+        "Attention mode",
+        "Cross-Shaped",
+        replace(PALE_T, attention="cross"),
+        (22, 4.2),
+        (52, 996),
+        (41, 306),
     ),
     _row(
         "Attention mode",
@@ -257,6 +316,7 @@ PAPER = (
         replace(PALE_T, attention="vanilla"),
         (22, 5.4),
         (52, 2677),
+        (41, 668),
     ),
     _row(
         "Attention mode",
@@ -264,11 +324,12 @@ PAPER = (
         replace(PALE_T, attention="sequential"),
         (22, 4.2),
         (52, 996),
+        (41, 306),
     ),
-    _row("Attention mode", "Pale (parallel)", PALE_T, (22, 4.2), (52, 996)),
-    _row("Position", "no pos.", replace(PALE_T, position="none"), (22, 4.2), (51, 996)),
-    _row("Position", "APE", replace(PALE_T, position="ape"), (22, 4.2), (59, 996)),
-    _row("Position", "CPE", PALE_T, (22, 4.2), (52, 996)),
+    _row("Attention mode", "Pale (parallel)", PALE_T, (22, 4.2), (52, 996), (41, 306)),
+    _row("Position", "no pos.", replace(PALE_T, position="none"), (22, 4.2), (51, 996), (41, 306)),
+    _row("Position", "APE", replace(PALE_T, position="ape"), (22, 4.2), (59, 996), (49, 306)),
+    _row("Position", "CPE", PALE_T, (22, 4.2), (52, 996), (41, 306)),
 )
 
 

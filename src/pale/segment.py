@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import weights as weight_files
-from .data.images import SUFFIXES, read_image
+from .data.images import read_image
 from .data.mask_transforms import to_tensor
 from .data.masks import Colour, Labels, palette
 from .recipes.schema import Segmentation
@@ -177,23 +177,3 @@ def colours(recipe: Segmentation, classes: Sequence[str]) -> list[Colour]:
     except ValueError:
         return palette(len(classes))
     return listed.colours if list(listed.names) == list(classes) else palette(len(classes))
-
-
-def pictures(paths: Sequence[Path]) -> list[tuple[Path, str]]:
-    """Files, and all pictures in folders, with the name that their results get; no two alike."""
-    found: list[tuple[Path, str]] = []
-    for path in paths:
-        if path.is_dir():
-            inside = [f for f in sorted(path.rglob("*")) if f.suffix.lower() in SUFFIXES]
-            found += [(f, str(f.relative_to(path).with_suffix(""))) for f in inside]
-        elif path.is_file():
-            found.append((path, path.stem))
-        else:
-            raise ValueError(f"there is no picture or folder {path}")
-    if not found:
-        raise ValueError(f"there are no pictures in {paths[0]} ({', '.join(SUFFIXES)})")
-    stems = [stem for _, stem in found]
-    if len(set(stems)) < len(stems):
-        twice = next(stem for stem in stems if stems.count(stem) > 1)
-        raise ValueError(f"two pictures would be written as {twice}.png; predict them apart")
-    return found

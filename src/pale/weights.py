@@ -89,7 +89,9 @@ def put(model: nn.Module, weights: Weights, source: str | os.PathLike[str], new_
         new_head: leave the classifier as it is, for other classes.
     """
     own, tensors = model.state_dict(), dict(weights.tensors)
-    classifier = getattr(model, "pretrained_cfg", {}).get("classifier", "head.fc")
+    config = getattr(model, "pretrained_cfg", {})
+    classifier = config.get("classifier", "head.fc")
+    ground = config.get("background", 0)  # outputs of the classifier that are no class
     several = classifier if isinstance(classifier, list | tuple) else (classifier,)
     head = [name for name in own if name.startswith(tuple(f"{each}." for each in several))]
     if new_head:
@@ -97,8 +99,8 @@ def put(model: nn.Module, weights: Weights, source: str | os.PathLike[str], new_
     for name in head:
         if name in tensors and tensors[name].shape != own[name].shape:
             raise ValueError(
-                f"{source} holds weights for {len(tensors[name])} classes, the data has "
-                f"{len(own[name])}; set model.new_head=true to keep the backbone alone"
+                f"{source} holds weights for {len(tensors[name]) - ground} classes, the data has "
+                f"{len(own[name]) - ground}; set model.new_head=true to keep the backbone alone"
             )
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or extra:

@@ -146,6 +146,6 @@ def test_files_that_hold_no_recipe_are_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no recipe"):
         parse([1], "x")
     with pytest.raises(
-        ValueError, match="kind must be one of classification, segmentation, got 'poem'"
+        ValueError, match="kind must be one of classification, segmentation, detection, got 'poem'"
     ):
         parse(yaml.safe_load("kind: poem"), "x")

@@ -234,3 +234,23 @@ def hold_out(source: Source, share: float, seed: int) -> tuple[Part, Part]:
         held += members[:n].tolist()
         kept += members[n:].tolist()
     return Part(source, sorted(kept)), Part(source, sorted(held))
+
+
+def pictures(paths: Sequence[Path]) -> list[tuple[Path, str]]:
+    """Files, and all pictures in folders, with the name that their results get; no two alike."""
+    found: list[tuple[Path, str]] = []
+    for path in paths:
+        if path.is_dir():
+            inside = [f for f in sorted(path.rglob("*")) if f.suffix.lower() in SUFFIXES]
+            found += [(f, str(f.relative_to(path).with_suffix(""))) for f in inside]
+        elif path.is_file():
+            found.append((path, path.stem))
+        else:
+            raise ValueError(f"there is no picture or folder {path}")
+    if not found:
+        raise ValueError(f"there are no pictures in {paths[0]} ({', '.join(SUFFIXES)})")
+    stems = [stem for _, stem in found]
+    if len(set(stems)) < len(stems):
+        twice = next(stem for stem in stems if stems.count(stem) > 1)
+        raise ValueError(f"two pictures would be written as {twice}.png; predict them apart")
+    return found

@@ -7,7 +7,7 @@ with every scene, so classification, segmentation and detection all run on this 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,7 +77,13 @@ class Scene:
     boxes: NDArray[np.int64]
 
 
-def draw(seed: int, index: int, size: int = 64, objects: tuple[int, int] = (1, 1)) -> Scene:
+def draw(
+    seed: int,
+    index: int,
+    size: int = 64,
+    objects: tuple[int, int] = (1, 1),
+    shapes: Sequence[str] = CLASSES,
+) -> Scene:
     """The scene number `index` of a seed.
 
     Args:
@@ -85,6 +91,7 @@ def draw(seed: int, index: int, size: int = 64, objects: tuple[int, int] = (1, 1
         index: which scene, 0 or more.
         size: height and width.
         objects: fewest and most objects; where one hides another, fewer may remain visible.
+        shapes: which may occur; labels are numbers of `CLASSES` still.
     """
     check(size, objects)
     rng = np.random.default_rng((seed, index))
@@ -93,15 +100,15 @@ def draw(seed: int, index: int, size: int = 64, objects: tuple[int, int] = (1, 1
     image = _background(rng, x, y)
     ground = image.mean((0, 1))
     drawn = np.zeros((size, size), np.int64)
-    shapes = []
+    found: list[int] = []
     for _ in range(int(rng.integers(objects[0], objects[1], endpoint=True))):
-        shape = int(rng.integers(len(CLASSES)))
+        shape = CLASSES.index(shapes[int(rng.integers(len(shapes)))])
         inside = _place(rng, x, y, shape, crowded=objects[1] > 1)
         image[inside] = _texture(rng, x, y, ground, 0.3)[inside]
-        shapes.append(shape)
-        drawn[inside] = len(shapes)
+        found.append(shape)
+        drawn[inside] = len(found)
     image += 6 * rng.standard_normal(image.shape, np.float32)
-    return _labelled(np.clip(image, 0, 255).astype(np.uint8), drawn, shapes)
+    return _labelled(np.clip(image, 0, 255).astype(np.uint8), drawn, found)
 
 
 def check(size: int, objects: tuple[int, int]) -> None:
@@ -173,13 +180,20 @@ class Scenes(Dataset[Scene]):
     """`length` scenes of a seed."""
 
     def __init__(
-        self, length: int, size: int = 64, seed: int = 0, objects: tuple[int, int] = (1, 1)
+        self,
+        length: int,
+        size: int = 64,
+        seed: int = 0,
+        objects: tuple[int, int] = (1, 1),
+        shapes: Sequence[str] = CLASSES,
     ) -> None:
         if length < 1:
             raise ValueError(f"a set of scenes needs a length of at least 1, got {length}")
         check(size, objects)
+        if not shapes or set(shapes) - set(CLASSES):
+            raise ValueError(f"shapes must be some of {', '.join(CLASSES)}, got {tuple(shapes)}")
         self.length, self.size, self.seed, self.objects = length, size, seed, objects
-        self.classes = CLASSES
+        self.classes, self.shapes = CLASSES, tuple(shapes)
 
     def __len__(self) -> int:
         return self.length
@@ -187,4 +201,4 @@ class Scenes(Dataset[Scene]):
     def __getitem__(self, index: int) -> Scene:
         if not 0 <= index < self.length:
             raise IndexError(f"scene {index} of {self.length}")
-        return draw(self.seed, index, self.size, self.objects)
+        return draw(self.seed, index, self.size, self.objects, self.shapes)

@@ -4,7 +4,8 @@ Every epoch is a permutation drawn from (seed, epoch), the epochs follow each ot
 step s takes positions s B to (s + 1) B of that stream. So each sample comes exactly once an epoch
 whatever B is, the state of the order is the step number alone, and neither the number of processes nor
 that of workers nor gradient accumulation changes what a step sees. The last batch is filled up from one
-more epoch.
+more epoch. With groups, every epoch is ordered such that a step's samples are of one group, but for one
+or two steps an epoch.
 """
 
 from __future__ import annotations
@@ -39,6 +40,41 @@ def shard_positions(batch: int, shard: int, shards: int) -> NDArray[np.int64]:
     return np.concatenate([front, batch - 1 - front[::-1]])
 
 
+def grouped(
+    order: NDArray[np.int64],
+    groups: NDArray[np.int64],
+    batch: int,
+    start: int,
+    rng: np.random.Generator,
+) -> NDArray[np.int64]:
+    """The same samples, with whole batches of one group in random order.
+
+    The largest group fills the pieces of batches at both ends, which other epochs complete. What the other
+    groups leave over shares its batches with it.
+
+    Args:
+        order: a permutation of the samples.
+        groups: of each sample.
+        batch: the global batch.
+        start: position of the first whole batch.
+        rng: for the order of the batches.
+    """
+    found, counts = np.unique(groups, return_counts=True)
+    found = found[np.argsort(-counts, kind="stable")]
+    members = [order[groups[order] == group] for group in found]
+    start = min(start, len(order))
+    end = (len(order) - start) % batch
+    largest = members[0]
+    if len(largest) < start + end:  # too few for both ends: hardly a set to be grouped
+        return order
+    first, last = largest[:start], largest[start : start + end]
+    rest = [m[len(m) % batch :] for m in members[1:]]
+    over = [m[: len(m) % batch] for m in members[1:]]
+    mixed = np.concatenate([*over, largest[start + end :]])
+    whole = np.concatenate([mixed, *rest]).reshape(-1, batch)
+    return np.concatenate([first, whole[rng.permutation(len(whole))].ravel(), last])
+
+
 @dataclass(frozen=True)
 class Stream:
     """Which sample stands where."""
@@ -48,6 +84,7 @@ class Stream:
     epochs: int
     seed: int
     exactly: int | None = None  # steps, whatever `epochs` says
+    groups: NDArray[np.int64] | None = None  # of each sample; a step sees one of them where it can
 
     @cached_property
     def steps(self) -> int:
@@ -72,7 +109,13 @@ class Stream:
             while len(self._orders) > 1:
                 del self._orders[next(iter(self._orders))]
             rng = np.random.default_rng((self.seed, epoch))
-            self._orders[epoch] = rng.permutation(self.samples)
+            order = rng.permutation(self.samples)
+            if self.groups is not None:
+                start = (
+                    -epoch * self.samples % self.batch
+                )  # where the epoch's first whole batch begins
+                order = grouped(order, self.groups, self.batch, start, rng)
+            self._orders[epoch] = order
         return self._orders[epoch]
 
     def keys(self, step: int, positions: NDArray[np.int64]) -> list[Key]:

@@ -12,10 +12,12 @@ from . import (
     ablations,
     ade20k,
     camvid,
+    coco,
     finetune,
     imagenet,
     pets,
     quickstart,
+    small_boxes,
     small_data,
     small_masks,
 )
@@ -45,6 +47,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         camvid,
         pets,
         small_masks,
+        coco,
+        small_boxes,
     )
     for name, function in _functions(module).items()
 }

@@ -1,4 +1,4 @@
-"""Trimaps of Oxford-IIIT Pet: pet, background, border; ours, not the paper's.
+"""Trimaps of Oxford-IIIT Pet as classes of pixels, and as silhouettes of cats and dogs; ours, not the paper's.
 
 Expected are images/, annotations/trimaps/ and annotations/trainval.txt and test.txt. From scratch, at
 the size of pictures whose short side is 160.
@@ -6,11 +6,14 @@ the size of pictures whose short side is 160.
 
 from __future__ import annotations
 
+from ..data.instance_transforms import InstanceAugment
 from ..data.mask_transforms import MaskAugment
 from ..settings import vary
+from ..tasks.detection import DetectionModel, InstanceData, Testing
 from ..tasks.segmentation import MaskData, SegmentationModel
 from ..tasks.segmentation.inference import MULTI_SCALES, Inference
-from .schema import Optim, Segmentation
+from . import coco
+from .schema import Detection, Optim, Segmentation
 
 
 def upernet_pale_t() -> Segmentation:
@@ -45,5 +48,37 @@ def upernet_nano() -> Segmentation:
     return vary(
         upernet_pale_t(),
         model={"name": "pale_nano", "drop_path": 0.0, "width": 64, "auxiliary": 32},
+        optim={"lr": 1e-3},
+    )
+
+
+def mask_rcnn_pale_t() -> Detection:
+    """Mask R-CNN on Pale-T from scratch: box, species and silhouette of the pet, short side 160."""
+    return Detection(
+        model=DetectionModel(name="pale_tiny", drop_path=0.1),
+        data=InstanceData(kind="pets", train="trainval", val="test"),
+        augment=InstanceAugment(short=160, long=320, scale=(0.75, 1.5), crop=192, distort=0.5),
+        test=Testing(short=160, long=320),
+        optim=Optim(
+            lr=4e-4,
+            lr_batch=32,
+            min_lr=0,
+            warmup_lr=4e-7,
+            weight_decay=0.05,
+            schedule="cosine",
+            clip=5.0,
+        ),
+        batch=32,
+        epochs=40,
+        warmup_steps=300,
+        eval_every=10,
+    )
+
+
+def mask_rcnn_nano() -> Detection:
+    """A narrow Mask R-CNN on our 2 M parameter model from scratch, for a CPU."""
+    return vary(
+        mask_rcnn_pale_t(),
+        model={"name": "pale_nano", "drop_path": 0.0, "heads": coco.NANO},
         optim={"lr": 1e-3},
     )

@@ -9,12 +9,14 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, model_validator
 
+from ..data.instance_transforms import InstanceAugment
 from ..data.mask_transforms import MaskAugment
 from ..data.mixing import Mix
 from ..data.transforms import Augment
 from ..settings import Settings
 from ..tasks import Task
 from ..tasks.classification import ClassificationTask, Data, Model
+from ..tasks.detection import DetectionModel, DetectionTask, InstanceData, Testing
 from ..tasks.segmentation import MaskData, SegmentationModel, SegmentationTask
 from ..tasks.segmentation.inference import MULTI_SCALES, Inference
 from ..tasks.segmentation.loss import Loss
@@ -35,7 +37,10 @@ class Optim(Settings):
     )  # factor from each block to the one before
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
-    schedule: Literal["cosine", "linear"] = "cosine"  # from the warm-up to the last step
+    # From the warm-up to the last step: cosine, a straight line, or steps down.
+    schedule: Literal["cosine", "linear", "steps"] = "cosine"
+    steps_at: tuple[float, ...] = (8, 11)  # steps: after these epochs
+    step_factor: float = Field(default=0.1, gt=0, lt=1)  # steps: each multiplies the rate by this
     clip: float | None = Field(default=5.0, gt=0)  # bound of the gradient's norm
 
 
@@ -53,6 +58,12 @@ class Reported(Settings):
     top1: float | None = None
     miou: float | None = None
     miou_multi: float | None = None
+    box_ap: float | None = None
+    box_ap50: float | None = None
+    box_ap75: float | None = None
+    mask_ap: float | None = None
+    mask_ap50: float | None = None
+    mask_ap75: float | None = None
     params_m: float | None = None
     macs_g: float | None = None
 
@@ -248,7 +259,68 @@ class Segmentation(Recipe):
         return self.data.workers
 
 
-KINDS: dict[str, type[Recipe]] = {"classification": Classification, "segmentation": Segmentation}
+class Detection(Recipe):
+    """Objects: boxes, classes, shapes. The defaults are the paper's COCO recipe, mmdetection's 1x.
+
+    Attributes:
+        test: how objects are looked for, in training and by `pale eval`.
+    """
+
+    kind: Literal["detection"] = "detection"
+    epochs: int = Field(default=12, ge=1)
+    warmup_steps: int | None = Field(default=500, ge=0)
+    batch: int = Field(default=16, ge=1)
+    optim: Optim = Optim(
+        lr=1e-4,
+        lr_batch=16,
+        min_lr=0,
+        warmup_lr=1e-7,
+        weight_decay=0.001,
+        schedule="steps",
+        clip=None,
+    )
+    model: DetectionModel = DetectionModel()
+    data: InstanceData = InstanceData()
+    augment: InstanceAugment = InstanceAugment()
+    test: Testing = Testing()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Detection:
+        last = max(self.optim.steps_at, default=0)
+        if self.optim.schedule == "steps" and self.steps is None and last >= self.epochs:
+            raise ValueError(
+                f"the rate's last step must come before the end, got optim.steps_at up to {last:g} and "
+                f"{self.epochs} epochs; set both"
+            )
+        if self.cuda_graph:
+            raise ValueError(
+                "cuda_graph=true needs images of one size, but detection's differ; take compile=true"
+            )
+        if self.parallel == "fsdp":
+            raise ValueError("detection works with parallel=ddp alone, got fsdp")
+        return self
+
+    def task(self, classes: Sequence[str] | None = None) -> DetectionTask:
+        """Data are looked for here."""
+        if classes is None:
+            self._require()
+        return DetectionTask(self.model, self.data, self.augment, self.test, self.seed, classes)
+
+    def started_from(self, path: Path) -> Self:
+        """The recipe with a backbone that starts from a classifier's weights."""
+        return self.override({"model.init": str(path)})
+
+    @property
+    def workers(self) -> int:
+        """Reading processes for each training process."""
+        return self.data.workers
+
+
+KINDS: dict[str, type[Recipe]] = {
+    "classification": Classification,
+    "segmentation": Segmentation,
+    "detection": Detection,
+}
 
 
 def parse(values: Any, source: str) -> Recipe:

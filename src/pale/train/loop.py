@@ -82,7 +82,10 @@ class Trainer:
         self.task = recipe.task()
         self.data = self.task.train_data()
         samples = len(self.data)  # type: ignore[arg-type]
-        self.stream = Stream(samples, recipe.batch, recipe.epochs, recipe.seed, recipe.steps)
+        groups = getattr(self.task, "groups", None)
+        self.stream = Stream(
+            samples, recipe.batch, recipe.epochs, recipe.seed, recipe.steps, groups
+        )
         self.sampler = StreamSampler(
             self.stream, 0, world.rank, world.size, recipe.accumulate
         )  # checks that the batch can be shared out
@@ -122,7 +125,12 @@ class Trainer:
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.network: Any = self.ddp or self.model
         if recipe.compile and not self.sharded:
-            self.network = torch.compile(self.network)
+            # Models whose shapes vary say what of them to compile.
+            parts = getattr(self.model, "compile_parts", None)
+            if parts is not None:
+                parts()
+            else:
+                self.network = torch.compile(self.network)
         self.graphed: GraphedStep | None = None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
-from timm.scheduler import CosineLRScheduler, PolyLRScheduler
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler
 from torch import nn
 from torch.optim import AdamW
 
@@ -33,11 +33,23 @@ def optimizer(model: nn.Module, recipe: Recipe, fused: bool = False) -> AdamW:
 
 def schedule(
     optimizer: AdamW, recipe: Recipe, steps: int, samples: int
-) -> CosineLRScheduler | PolyLRScheduler:
-    """Linear warm-up, then cosine or a straight line to the last step; `step_update(step)` sets the rates."""
+) -> CosineLRScheduler | PolyLRScheduler | MultiStepLRScheduler:
+    """Linear warm-up, then cosine, a straight line or steps to the last step; `step_update(step)` sets the rates."""
     warmup = recipe.warmup_steps
     if warmup is None:
         warmup = round(recipe.warmup_epochs * samples / recipe.batch)
+    if recipe.optim.schedule == "steps":
+        each = samples / recipe.batch
+        return MultiStepLRScheduler(
+            optimizer,
+            # timm steps down one update early.
+            decay_t=[round(epoch * each) + 1 for epoch in sorted(recipe.optim.steps_at)],
+            decay_rate=recipe.optim.step_factor,
+            warmup_t=min(warmup, steps - 1),
+            warmup_lr_init=recipe.optim.warmup_lr * recipe.lr_factor,
+            warmup_prefix=False,
+            t_in_epochs=False,
+        )
     common = {
         "t_initial": max(steps, 2),
         "lr_min": recipe.optim.min_lr * recipe.lr_factor,

@@ -19,8 +19,18 @@ from .checkpoint import write_file
 MOST_CLASSES = 60  # a larger confusion matrix is not drawn, only its worst pairs
 PICTURE = 112  # pixels
 PANEL = 900  # pixels of several pictures side by side
-SCORES = ("top1", "top5", "miou", "macc", "aacc")  # figures of which the best is told
-CURVES = {"top1": "top-1", "miou": "mIoU"}
+SCORES = (
+    "top1",
+    "top5",
+    "miou",
+    "macc",
+    "aacc",
+    "box_ap",
+    "box_ap50",
+    "mask_ap",
+    "mask_ap50",
+)  # figures of which the best is told
+CURVES = {"top1": "top-1", "miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask AP"}
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse}td,th{padding:.2rem .6rem;text-align:left;border-bottom:1px solid #ddd}

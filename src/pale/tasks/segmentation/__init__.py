@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import timm
 import torch
 from numpy.typing import NDArray
 from PIL import Image
@@ -39,11 +36,12 @@ from ...data.scenes import Scenes
 from ...data.transforms import normalise
 from ...pale_transformer import VARIANTS
 from ...settings import Settings
+from ..backbones import STRIDES, init_backbone, maps_of
 from ..classification import VAL_SEED, Model
 from .inference import Inference
 from .loss import Loss, balanced, keep_masks, pixel_loss
 from .metric import MeanIoU, overlay, unpack
-from .upernet import STRIDES, UperNet
+from .upernet import UperNet
 
 
 class SegmentationModel(Model):
@@ -76,7 +74,7 @@ class SegmentationModel(Model):
 
     def assemble(self, classes: int, size: int | tuple[int, int]) -> tuple[UperNet, list[str]]:
         """The model, and what there is to say about the weights that it starts from."""
-        backbone, channels = self._backbone(size)
+        backbone, channels = maps_of(self, size, "UperNet")
         multiple = 1 if self.name in VARIANTS else STRIDES[-1]
         model = UperNet(backbone, channels, classes, self.width, self.auxiliary, multiple)
         if self.checkpointing:
@@ -90,89 +88,6 @@ class SegmentationModel(Model):
         if self.init is not None:
             notes.append(init_backbone(model, self.init))
         return model, notes
-
-    def _backbone(self, size: int | tuple[int, int]) -> tuple[nn.Module, list[int]]:
-        if self.name not in timm.list_models():
-            near = timm.list_models(f"*{self.name[:8]}*")[:3]
-            raise ValueError(
-                f"model.name must be one of {', '.join(VARIANTS)} or a model of timm's, got {self.name!r}"
-                + (f"; did you mean {', '.join(near)}?" if near else "")
-            )
-        arguments: dict[str, Any] = {"features_only": True, "feature_cls": "getter"}
-        if self.drop_path:
-            arguments["drop_path_rate"] = self.drop_path
-        if self.name in VARIANTS:
-            arguments |= {
-                "attention": self.attention,
-                "position": self.position,
-                "pale_size": self.pale_size,
-                "stem_stride": self.stem_stride,
-                "img_size": size,
-            }
-            del arguments["feature_cls"]  # its own
-        # Lists are what YAML makes of sizes.
-        given = {k: tuple(v) if isinstance(v, list) else v for k, v in self.options.items()}
-        arguments |= given
-        try:
-            # Models of a fixed size, as Swin, are told ours, and not to insist on it.
-            sized = (
-                {"img_size": size, "strict_img_size": False} if self.name not in VARIANTS else {}
-            )
-            backbone = timm.create_model(self.name, **(sized | arguments))
-        except TypeError:
-            backbone = timm.create_model(self.name, **arguments)
-        info = backbone.feature_info
-        if not hasattr(backbone, "model") or tuple(info.reduction()[-4:]) != STRIDES:
-            raise ValueError(
-                f"UperNet needs maps at strides 4, 8, 16 and 32, {self.name} gives "
-                f"{', '.join(map(str, info.reduction()))}; take a hierarchical backbone with stem stride 4"
-            )
-        if len(info.reduction()) > len(STRIDES):
-            backbone.out_indices = backbone.out_indices[-4:]
-        return backbone, list(info.channels()[-4:])
-
-
-def init_backbone(model: UperNet, path: Path) -> str:
-    """Put a classifier's weights into the backbone; says what was loaded, what is new and what did not fit."""
-    tensors = dict(weight_files.load(path).tensors)
-    inner: Any = model.backbone.model
-    adapt = getattr(sys.modules[type(inner).__module__], "checkpoint_filter_fn", None)
-    own = inner.state_dict()
-    # timm's own adapter, for tables that depend on the size, as Swin's.
-    if adapt is not None and any(n in own and t.shape != own[n].shape for n, t in tensors.items()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about the speed of its interpolation
-            tensors = adapt(tensors, inner)
-    sized = ("ape.map",)  # resized while loading
-    fitting = {
-        name: t
-        for name, t in tensors.items()
-        if name in own and (t.shape == own[name].shape or name.endswith(sized))
-    }
-    unfit = sorted(name for name in tensors if name in own and name not in fitting)
-    unused = sorted(name for name in tensors if name not in own)
-    missing = sorted(name for name in own if name not in fitting)
-    if len(fitting) < len(own) / 2:
-        raise ValueError(
-            f"{path} does not fit this backbone: {len(fitting)} of its {len(own)} tensors could be loaded; "
-            "was it trained with another model?"
-        )
-    inner.load_state_dict(fitting, strict=False)
-    heads = len(model.state_dict()) - len(own)
-    parts = [f"{path}: {len(fitting)} of {len(own)} tensors of the backbone loaded"]
-    parts.append(f"new: the heads ({heads} tensors){_few(missing)}")
-    if unfit:
-        parts.append(f"did not fit:{_few(unfit).removeprefix(',')}")
-    if unused:
-        parts.append(f"not used:{_few(unused).removeprefix(',')}")
-    return "; ".join(parts)
-
-
-def _few(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f", {', '.join(names[:3])}{more}"
 
 
 class MaskData(Settings):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...layers import LayerNorm2d
 from ...ops.sizes import exporting
+from ..backbones import STRIDES, layer_groups, spared
 
 POOLS = (1, 2, 3, 6)  # cells a side of the pyramid
 AUXILIARY_MAP = 2  # stage 3
@@ -150,17 +151,11 @@ class UperNet(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """What the backbone names."""
-        inner = getattr(self.backbone, "model", self.backbone)
-        named = getattr(inner, "no_weight_decay", None)
-        return {f"backbone.model.{name}" for name in named()} if callable(named) else set()
+        return spared(self.backbone, "backbone.model.")
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Layers for layer-wise learning rates: those of the backbone, then the heads."""
-        inner = cast("Any", self.backbone).model.group_matcher(coarse)
-        return {name: _under(pattern, "backbone.model.") for name, pattern in inner.items()}
-
-
-STRIDES = (4, 8, 16, 32)
+        return layer_groups(self.backbone, coarse, "backbone.model.")
 
 
 def cell_means(x: Tensor, n: int) -> Tensor:
@@ -206,12 +201,3 @@ def init_head(head: nn.Module) -> None:
         elif isinstance(module, nn.Conv2d):
             nn.init.normal_(module.weight, std=0.01)
             nn.init.zeros_(cast("Tensor", module.bias))
-
-
-def _under(pattern: Any, prefix: str) -> Any:
-    # timm's patterns: a string, or a list of (string, number); each begins with ^.
-    if isinstance(pattern, str):
-        return pattern.replace("^", f"^{prefix}")
-    if isinstance(pattern, list | tuple):
-        return [(_under(p, prefix), n) for p, n in pattern]
-    return pattern

@@ -1,0 +1,161 @@
+"""Speed of Mask R-CNN on Pale-T beside the same on timm's Swin-T and torchvision's own on ResNet-50, in one process.
+
+    python benchmarks/detection_speed.py --json OUT/detection_speed.json
+
+On random images of 800x1280 with ten random objects each. A training step is forward, losses, backward and AdamW
+at `--batch` images under bf16 autocast; inference is one image to 28x28 masks (torchvision's pastes them, as it
+always does), bf16 autocast. Eager, and with --compiled also with backbone and pyramid compiled.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from torchvision.models.detection import maskrcnn_resnet50_fpn
+from torchvision.models.detection.image_list import ImageList
+
+from pale.bench import Setting, about, alternate, quartiles
+from pale.recipes.schema import Detection
+from pale.tasks.detection import DetectionModel
+
+MODELS = {"pale_t": "pale_tiny", "swin_t": "swin_tiny_patch4_window7_224", "resnet50": None}
+OBJECTS = 10
+
+
+def build(label: str, size: tuple[int, int], device: str, compiled: bool):
+    name = MODELS[label]
+    if name is None:
+        model = maskrcnn_resnet50_fpn(
+            weights=None,
+            weights_backbone=None,
+            num_classes=81,
+            min_size=min(size),
+            max_size=max(size),
+        )
+        model = model.to(device)
+        if compiled:
+            model.backbone.compile(dynamic=True)
+        return model
+    model = DetectionModel(name=name, drop_path=0.2).build(80, size).to(device)
+    if compiled:
+        model.compile_parts()
+    return model
+
+
+def inputs(label: str, batch: int, size: tuple[int, int], device: str):
+    h, w = size
+    generator = torch.Generator().manual_seed(0)
+    targets = []
+    for i in range(batch):
+        corner = torch.rand(OBJECTS, 2, generator=generator) * torch.tensor([w * 0.7, h * 0.7])
+        sides = 20 + torch.rand(OBJECTS, 2, generator=generator) * torch.tensor(
+            [w * 0.25, h * 0.25]
+        )
+        boxes = torch.cat([corner, corner + sides], 1)
+        masks = torch.zeros(OBJECTS, h, w, dtype=torch.uint8)
+        for mask, (a, b, c, d) in zip(masks, boxes.int().tolist(), strict=True):
+            mask[b:d, a:c] = 1
+        labels = torch.randint(1, 81, (OBJECTS,), generator=generator)
+        target = {"boxes": boxes, "labels": labels, "masks": masks}
+        targets.append(
+            {k: v.to(device) for k, v in target.items()} | ({"seed": i} if MODELS[label] else {})
+        )
+    images = torch.rand(batch, 3, h, w, generator=generator).to(device)
+    if MODELS[label] is None:
+        return list(images), targets
+    return ImageList(images, [size] * batch), targets
+
+
+def step_of(label: str, task: str, args: argparse.Namespace, compiled: bool):
+    size = tuple(args.size)
+    model = build(label, size, args.device, compiled)
+    images, targets = inputs(label, args.batch if task == "training" else 1, size, args.device)
+    if task == "inference":
+        model.eval()
+
+        def infer() -> None:
+            with torch.no_grad(), torch.autocast(args.device, torch.bfloat16):
+                model(images)
+
+        return infer
+    model.train()
+    optim = Detection().optim
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        optim.lr,
+        weight_decay=optim.weight_decay,
+        fused=args.device == "cuda" or None,
+    )
+
+    def train() -> None:
+        with torch.autocast(args.device, torch.bfloat16):
+            loss = sum(model(images, targets).values())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--size", type=int, nargs=2, default=(800, 1280))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--compiled", action="store_true", help="compiled too")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    if cuda:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as the training loop
+    setting = Setting(tuple(args.size), args.device, "bf16", args.rounds)
+    rows = []
+    for compiled in (False, True) if args.compiled else (False,):
+        for task in ("training", "inference"):
+            steps, peaks = {}, {}
+            for label in args.models:
+                if cuda:
+                    torch.cuda.synchronize()
+                    held = torch.cuda.memory_allocated()
+                    torch.cuda.reset_peak_memory_stats()
+                steps[label] = step_of(label, task, args, compiled)
+                for _ in range(5 if cuda else 1):
+                    steps[label]()
+                if cuda:
+                    torch.cuda.synchronize()
+                    peaks[label] = (torch.cuda.max_memory_allocated() - held) / 2**20
+            times = alternate(steps, setting)
+            medians = {label: statistics.median(t) for label, t in times.items()}
+            for label, t in times.items():
+                count = args.batch if task == "training" else 1
+                row = {
+                    "task": task,
+                    "mode": "compiled" if compiled else "eager",
+                    "model": label,
+                    "batch": count,
+                    "ms": medians[label],
+                    "quartiles": quartiles(t),
+                    "images_per_s": 1000 * count / medians[label],
+                    "ours_over_it": medians[label] / medians[args.models[0]],
+                    "peak_mb": peaks.get(label),
+                }
+                rows.append(row)
+                print(
+                    f"{row['mode']:9}{task:10}{label:9} batch {count}: {row['ms']:.2f} ms, "
+                    f"{row['images_per_s']:.2f} images/s, ours / it {row['ours_over_it']:.2f}",
+                    flush=True,
+                )
+            del steps
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"about": about(setting), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The commands of detection: its part of eval, predict and data check, and data coco."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .recipes.schema import Detection
+
+
+def add_check(check: Any) -> None:
+    """Options of `pale data check` for COCO's json."""
+    check.add_argument(
+        "--annotations", help="objects: COCO's json under the root, {split} in it; with --images"
+    )
+
+
+def add_convert(add: Any, kinds: Any) -> None:
+    """Add `pale data coco`."""
+    coco = add(kinds, "coco", _convert, "write COCO's json from pictures and instance masks")
+    coco.add_argument("images", type=Path, help="folder of pictures")
+    coco.add_argument("masks", type=Path, help="folder of masks: each value above 0 is an object")
+    coco.add_argument("-o", "--output", type=Path, required=True, help="the json")
+    coco.add_argument("--classes", nargs="+", default=["object"], help="names (default: object)")
+    coco.add_argument(
+        "--divisor",
+        type=int,
+        help="a value's class is value // divisor, from 1 on (Cityscapes: 1000)",
+    )
+
+
+def check(args: argparse.Namespace) -> int:
+    """Check pictures and COCO's json."""
+    from .data.check import SHOWN
+    from .data.instance_check import check_instances
+    from .data.labelled import cores
+
+    images = args.images or "{split}"
+    splits = {}
+    for split in args.splits:
+        paths = [args.root / word.replace("{split}", split) for word in (args.annotations, images)]
+        splits[split] = (paths[0], paths[1])
+        if "{split}" not in args.annotations:
+            break
+    found = check_instances(splits, args.workers or cores())
+    if args.json:
+        sys.stdout.write(json.dumps(found.plain(), indent=1) + "\n")
+        return 0 if found.good else 1
+    table = Table("class", *(f"{s}: {w}" for s in found.splits for w in ("objects", "pictures")))
+    for name in found.classes:
+        entries = [split["classes"][name] for split in found.splits.values()]
+        table.add_row(name, *(str(e[w]) for e in entries for w in ("objects", "images")))
+    _console().print(table)
+    for name, split in found.splits.items():
+        sizes = ", ".join(f"{n} {size}" for size, n in split["sizes"].items())
+        _say(
+            f"{name}: {split['images']} pictures, {split['objects']} objects ({sizes}), "
+            f"{split['crowds']} crowds, {split['empty']} pictures without objects"
+        )
+    for problem in found.problems:
+        word = "problem" if problem.serious else "note"
+        _say(f"{word}: {problem.kind} ({len(problem.items)}); {problem.advice}")
+        for item in problem.items[:SHOWN]:
+            _say(f"  {item}")
+        if len(problem.items) > SHOWN:
+            _say(f"  and {len(problem.items) - SHOWN} more; --json names all")
+    _say("ready to train" if found.good else "not ready: see the problems above")
+    return 0 if found.good else 1
+
+
+def evaluate(args: argparse.Namespace, recipe: Detection, weights: Any) -> None:
+    """`pale eval` for a detector."""
+    from .detect import evaluate, write_evaluation
+    from .train.distributed import join
+
+    with join(args.device) as world:
+        figures, metric = evaluate(recipe, weights, args.weights, world)
+        if not world.main:
+            return
+    folder = args.output or (args.weights / "evaluation" if args.weights.is_dir() else None)
+    if folder is not None:
+        write_evaluation(figures, metric, recipe, folder)
+    reported = recipe.reported.plain() if recipe.reported else {}
+    if args.json:
+        paper = {k: v for k, v in reported.items() if v is not None and "_ap" in k}
+        plain = figures | {"paper": paper, "test": recipe.test.plain()}
+        sys.stdout.write(json.dumps(plain | {"per_class": metric.per_class()}, indent=1) + "\n")
+        return
+    table = Table("", "AP", "AP50", "AP75", "small", "medium", "large", "AP in the paper")
+    for kind in ("box", "mask") if metric.masks else ("box",):
+        names = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+        cells = [f"{figures[k]:.2f}" if (k := f"{kind}_{n}") in figures else "-" for n in names]
+        theirs = reported.get(f"{kind}_ap")
+        table.add_row(kind, *cells, "-" if theirs is None else f"{theirs:g}")
+    _console().print(table)
+    rows = metric.per_class()
+    columns = [c for c in rows[0] if c not in ("class", "objects")]
+    table = Table("class", "objects", *(c.replace("_", " ") for c in columns))
+    for row in rows:
+        cells = ["-" if row[c] is None else f"{row[c]:.2f}" for c in columns]
+        table.add_row(row["class"], str(row["objects"]), *cells)
+    _console().print(table)
+    _say(f"{figures['images']:.0f} images, {told(recipe)}")
+    if folder is not None:
+        _say(
+            f"{folder} written: evaluation.json, per_class.csv, detections_*.json (COCO's results)"
+        )
+
+
+def told(recipe: Detection) -> str:
+    """How objects were looked for, in words."""
+    test = recipe.test
+    size = "own size" if test.short is None else f"short side {test.short}"
+    long = "" if test.long is None else f", long side at most {test.long}"
+    return f"{size}{long}, scores from {test.score:g} on, at most {test.most} objects an image"
+
+
+def predict(args: argparse.Namespace, recipe: Detection | None) -> None:
+    """`pale predict` for a detector."""
+    import torch
+
+    from .data.images import pictures
+    from .detect import Predictor
+
+    if args.slide or args.multi:
+        raise ValueError("--slide and --multi belong to segmenters; a detector takes --own-size")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    test: dict[str, Any] = {"score": args.score}
+    if args.own_size:
+        test |= {"short": None, "long": None}
+    found = pictures(args.pictures)
+    predictor = Predictor.load(args.weights, device, recipe, **test)
+    done = []
+    for number, (path, stem) in enumerate(found, start=1):
+        prediction = predictor(path, number)
+        target = args.output / f"{stem}_objects.jpg"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        predictor.draw(prediction).save(target, quality=90)
+        done.append((prediction, stem))
+        if not args.json:
+            words = ", ".join(f"{n} {name}" for name, n in prediction.counts.items())
+            _say(f"{path}: {words or 'nothing'}")
+    predictor.write(done, args.output)
+    if args.json:
+        plain = {str(p.path): p.counts for p, _ in done}
+        sys.stdout.write(json.dumps(plain, indent=1) + "\n")
+        return
+    _say(f"{args.output} written: {len(done)} pictures and objects.json (COCO's format)")
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from .data.instances import convert
+
+    content = convert(args.images, args.masks, args.classes, args.divisor)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(content))
+    counts = {part: len(content[part]) for part in ("images", "annotations", "categories")}
+    if args.json:
+        sys.stdout.write(json.dumps(counts) + "\n")
+        return
+    _say(f"{args.output}: {counts['images']} pictures, {counts['annotations']} objects")
+    _say(
+        f"train with: pale train small_boxes.mask_rcnn_pale_t --data.root . --data.images {args.images} "
+        f"--data.annotations {args.output} --data.hold_out 0.2"
+    )
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)

@@ -1,0 +1,116 @@
+"""A backbone as torchvision's detectors want it: a feature pyramid of equal channels."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.ops import FeaturePyramidNetwork
+from torchvision.ops.feature_pyramid_network import (
+    ExtraFPNBlock,
+    LastLevelMaxPool,
+    LastLevelP6P7,
+)
+
+from ...layers import LayerNorm2d
+from ..backbones import STRIDES, maps_of
+from ..classification import Model
+
+Extra = Literal["pool", "p6p7"]
+
+
+class FeaturePyramid(nn.Module):
+    """A backbone of four maps under a feature pyramid (Lin et al., CVPR 2017): torchvision's `BackboneWithFPN`.
+
+    Each map is normalised first, as Swin and CSWin do for detection. Images of any size: those that a
+    backbone of timm's cannot take are padded right and below, and the maps cut back.
+
+    Args:
+        backbone: gives maps at strides 4, 8, 16, 32.
+        channels: of each map.
+        width: channels of the pyramid.
+        multiple: the image is padded to a multiple of this.
+        first: which map is the finest level: 0 for Faster and Mask R-CNN (P2), 1 for RetinaNet and FCOS (P3).
+        extra: "pool": one more level, each second pixel of the last (P6); "p6p7": two, by convolutions.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        channels: Sequence[int],
+        width: int = 256,
+        multiple: int = 1,
+        first: int = 0,
+        extra: Extra = "pool",
+    ) -> None:
+        super().__init__()
+        self.backbone, self.multiple, self.first = backbone, multiple, first
+        self.norms = nn.ModuleList(LayerNorm2d(c) for c in channels[first:])
+        top: ExtraFPNBlock = LastLevelMaxPool() if extra == "pool" else LastLevelP6P7(width, width)
+        self.fpn = FeaturePyramidNetwork(list(channels[first:]), width, extra_blocks=top)
+        for module in (*self.fpn.inner_blocks.modules(), *self.fpn.layer_blocks.modules()):
+            if isinstance(module, nn.Conv2d):  # mmdetection's
+                nn.init.xavier_uniform_(module.weight)
+        self.out_channels = width
+        self.strides = (*STRIDES[first:], *((64,) if extra == "pool" else (64, 128)))
+
+    def forward(self, x: Tensor) -> OrderedDict[str, Tensor]:
+        """Images (b, 3, h, w) -> maps (b, width, h / stride, w / stride), rounded up, finest first."""
+        h, w = x.shape[-2:]
+        if self.multiple > 1:
+            x = F.pad(x, (0, -w % self.multiple, 0, -h % self.multiple))
+        maps = self.backbone(x)[self.first :]
+        strides = STRIDES[self.first :]
+        if self.multiple > 1:
+            maps = [y[..., : -(-h // s), : -(-w // s)] for y, s in zip(maps, strides, strict=True)]
+        normed = [norm(y) for norm, y in zip(self.norms, maps, strict=True)]
+        levels: OrderedDict[str, Tensor] = self.fpn(
+            OrderedDict((str(i), y) for i, y in enumerate(normed))
+        )
+        return levels
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute the backbone's blocks again in the backward pass."""
+        cast("Any", self.backbone).model.set_grad_checkpointing(enable)
+
+
+def feature_pyramid(
+    name: str = "pale_tiny",
+    *,
+    size: int | tuple[int, int] = 224,
+    width: int = 256,
+    first: int = 0,
+    extra: Extra = "pool",
+    **options: Any,
+) -> FeaturePyramid:
+    """A pyramid on Pale or any hierarchical model of timm's, for any of torchvision's detectors.
+
+        FasterRCNN(feature_pyramid("pale_tiny"), 91, ...)
+        RetinaNet(feature_pyramid("pale_tiny", first=1, extra="p6p7"), 91)
+
+    Args:
+        name: of the model.
+        size: of images in training, for models that ask.
+        width: channels of the pyramid.
+        first: see `FeaturePyramid`.
+        extra: see `FeaturePyramid`.
+        **options: arguments of the model, by timm's names.
+    """
+    settings = Model(name=name, options=options)
+    return pyramid_of(settings, size, width, first, extra)
+
+
+def pyramid_of(
+    model: Model,
+    size: int | tuple[int, int],
+    width: int,
+    first: int = 0,
+    extra: Extra = "pool",
+) -> FeaturePyramid:
+    """The pyramid of the settings' model."""
+    backbone, channels = maps_of(model, size, "a feature pyramid")
+    multiple = 1 if model.name.startswith("pale_") else STRIDES[-1]
+    return FeaturePyramid(backbone, channels, width, multiple, first, extra)

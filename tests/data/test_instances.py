@@ -1,0 +1,437 @@
+"""Objects from COCO's json, trimaps, masks and scenes; what is wrong with them."""
+
+import copy
+import json
+import os
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from tasks.detected import coco_json, own_objects, write_coco
+
+from pale.cli import main
+from pale.data import rle
+from pale.data.coco import CocoFiles
+from pale.data.images import UnreadableImageError
+from pale.data.instance_check import check_instances
+from pale.data.instances import (
+    Instances,
+    PetSilhouettes,
+    SceneInstances,
+    both,
+    convert,
+    from_masks,
+)
+from pale.data.scenes import Scenes
+
+
+def coco(root: Path, split: str = "train", **changes) -> CocoFiles:
+    return CocoFiles(root / "annotations" / f"{split}.json", root / split, **changes)
+
+
+@given(st.integers(0, 10_000))
+def test_run_length_codes_keep_every_pixel(seed):
+    rng = np.random.default_rng(seed)
+    mask = (rng.random(tuple(rng.integers(1, 30, 2))) < rng.random()).astype(np.uint8)
+    code = rle.encode(mask)
+    json.dumps(code)
+    assert np.array_equal(rle.draw(code, mask.shape), mask)
+
+
+def test_polygons_are_scaled_before_they_are_drawn():
+    triangle = [[0.0, 0, 20, 0, 0, 20]]
+    small, large = rle.draw(triangle, (20, 20)), rle.draw(triangle, (20, 20), (200, 200))
+    assert large.shape == (200, 200)
+    assert large.mean() == pytest.approx(0.5, abs=0.02)
+    assert small.mean() == pytest.approx(0.5, abs=0.06)
+    # A drawing of the small mask, enlarged, would have steps of ten pixels on its slope.
+    assert np.unique(large.sum(1)).size > 150
+
+
+def test_uncompressed_codes_are_read_and_scaled():
+    code = {"size": [4, 6], "counts": [4, 8, 12]}  # columns 1 and 2
+    mask = rle.draw(code, (4, 6))
+    assert mask.sum() == 8
+    assert mask[:, 1:3].all()
+    assert rle.draw(code, (4, 6), (8, 12))[:, 2:6].all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ([[1, 2, 3, 4]], "three points"),
+        ([[1, 2, 3, 4, 5]], "three points"),
+        ([[1, 2, 3, 4, 5, None]], "no coordinate"),
+        ([[1, 2, 3, 4, 5, float("nan")]], "no coordinate"),
+        ([["a"] * 6], "no coordinate"),
+        ({"size": [4, 4], "counts": [3, 3]}, "run lengths of 6 pixels for 4x4"),
+        ({"counts": [3, 3]}, "without its size"),
+        ({"size": [4, 4]}, "without counts"),
+        (5, "int is no shape"),
+    ],
+    ids=str,
+)
+def test_broken_shapes_are_told(shape, reason):
+    assert reason in rle.problem(shape)
+
+
+@pytest.mark.parametrize("shape", [None, [], [[0, 0, 4, 0, 4, 4]], {"size": [2, 2], "counts": [4]}])
+def test_good_shapes_are_not(shape):
+    assert rle.problem(shape) is None
+
+
+def test_pasted_masks_fill_their_box_and_nothing_else():
+    ones = np.ones((3, 28, 28), np.float32)
+    boxes = np.array([[10.0, 20, 50, 80], [-20, -20, 15, 15], [90, 90, 90, 95]])
+    full, cut, empty = rle.paste(ones, boxes, (100, 100))
+    assert full[20:80, 10:50].all()
+    assert full.sum() == 40 * 60
+    assert cut[:15, :15].all()
+    assert cut.sum() == 225
+    assert not empty.any()
+
+
+@given(st.integers(0, 1000))
+def test_pasting_is_bilinear_as_grid_sample_does_it(seed):
+    import torch
+    import torch.nn.functional as F
+
+    rng = np.random.default_rng(seed)
+    mask = rng.random((28, 28), np.float32)
+    left, top = rng.uniform(-10, 40, 2)
+    w, h = rng.uniform(2, 40, 2)
+    x = (torch.arange(50) + 0.5 - left) / w * 2 - 1
+    y = (torch.arange(40) + 0.5 - top) / h * 2 - 1
+    grid = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1)[None].float()
+    expected = F.grid_sample(torch.from_numpy(mask)[None, None], grid, align_corners=False)[0, 0]
+    found = rle.paste(mask[None], np.array([[left, top, left + w, top + h]]), (40, 50))[0]
+    sure = (expected - 0.5).abs().numpy() > 1e-3
+    assert np.array_equal(found[sure], (expected >= 0.5).numpy()[sure])
+
+
+def test_coco_files_are_what_was_written(tmp_path):
+    source = coco(write_coco(tmp_path))
+    scenes = SceneInstances(Scenes(6, 48, 0, (1, 3)))
+    assert len(source) == 6
+    assert source.classes == scenes.classes
+    assert source.categories == [2, 5, 8, 11, 14, 17, 20, 23]  # gaps are closed
+    assert source.shaped
+    assert source.notes == []
+    for i in range(6):
+        image, found = both(source, i)
+        theirs_image, theirs = both(scenes, i)
+        assert np.array_equal(np.asarray(image), np.asarray(theirs_image))
+        assert np.array_equal(found.labels, theirs.labels)
+        assert np.array_equal(found.boxes, theirs.boxes)
+        assert np.array_equal(found.masks(), theirs.masks())
+        assert source.image_id(i) == 100 + i
+        assert source.size(i) == (48, 48)
+
+
+def test_scenes_objects_lie_where_they_were_drawn():
+    scenes = Scenes(8, 64, 3, (2, 4))
+    for i in range(8):
+        scene, found = scenes[i], SceneInstances(scenes).instances(i)
+        assert np.array_equal(found.boxes, scene.boxes)
+        for k, mask in enumerate(found.masks()):
+            assert np.array_equal(mask > 0, scene.instances == k + 1)
+            assert found.areas[k] == mask.sum()
+
+
+def spoiled(tmp_path, change) -> Path:
+    return write_coco(tmp_path, change=lambda split, c: change(c) if split == "train" else None)
+
+
+def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
+    def change(content):
+        first = content["annotations"][0]
+        extra = [
+            first | {"id": 900, "bbox": [5, 5, 0, 10]},
+            first | {"id": 901, "bbox": [500, 5, 20, 10]},
+            first | {"id": 902, "image_id": 12345},
+            first | {"id": 903, "segmentation": [[1, 2, 3, 4]]},
+            first | {"id": 904, "bbox": [1, 2, float("nan"), 4]},
+            first | {"id": 905, "bbox": "none"},
+            first | {"id": 906, "bbox": [-5, -5, 20, 20]},
+        ]
+        content["annotations"] += extra
+
+    source = coco(spoiled(tmp_path, change))
+    assert source.left_out == {
+        "boxes thinner than 1 pixel": 1,
+        "boxes outside their picture": 1,
+        "annotations without a picture": 1,
+        "annotations with a broken shape": 1,
+        "annotations with a box that is no box": 2,
+    }
+    assert "train.json: 2 annotations with a box that is no box left out" in source.notes
+    assert [0.0, 0.0, 15.0, 15.0] in source.instances(0).boxes.tolist()  # cut at the border
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda c: c["annotations"][0].update(category_id=77),
+            "annotation 1 has the category 77, which is not",
+        ),
+        (lambda c: c["images"][1].update(id=100), "1 image ids occur twice, such as 100"),
+        (lambda c: c["categories"][1].update(id=2), "the category id 2 occurs twice"),
+        (lambda c: c["categories"][1].pop("name"), "a category needs an id and a name"),
+        (lambda c: c["images"][0].pop("file_name"), "an image needs an id and a file_name"),
+        (lambda c: c.pop("annotations"), "has no list of 'annotations'"),
+        (lambda c: c["categories"].clear(), "lists no categories"),
+    ],
+    ids=[
+        "category",
+        "image id",
+        "category id",
+        "category name",
+        "file name",
+        "part",
+        "no category",
+    ],
+)
+def test_ambiguous_files_are_errors_that_name_the_entry(tmp_path, change, message):
+    root = spoiled(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        coco(root)
+
+
+def test_files_that_are_no_json_or_not_there_are_told(tmp_path):
+    with pytest.raises(ValueError, match="there is no annotation file"):
+        CocoFiles(tmp_path / "a.json", tmp_path)
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        CocoFiles(tmp_path / "a.json", tmp_path)
+
+
+def test_a_missing_picture_is_named_before_training(tmp_path):
+    root = write_coco(tmp_path)
+    (root / "train/3.png").unlink()
+    (root / "train/4.png").unlink()
+    with pytest.raises(
+        ValueError, match=r"train\.json lists .*train/3\.png \(and 1 more\), but there is no such"
+    ):
+        own_objects(root).task()
+
+
+def test_a_picture_of_another_size_than_the_json_says_is_an_error(tmp_path):
+    root = write_coco(tmp_path)
+    Image.new("RGB", (50, 48)).save(root / "train/0.png")
+    with pytest.raises(
+        UnreadableImageError, match=r"is 50x48, train\.json says 48x48; boxes would be off"
+    ):
+        coco(root).image(0)
+
+
+def test_a_huge_picture_is_an_error_that_names_it(tmp_path, monkeypatch):
+    root = write_coco(tmp_path)
+    monkeypatch.setattr("pale.data.images.MOST_PIXELS", 48 * 48 - 1)
+    with pytest.raises(UnreadableImageError, match=r"0\.png: more than 2,303 pixels \(48x48\)"):
+        coco(root).image(0)
+
+
+def test_without_faster_coco_eval_it_is_said_what_to_install(tmp_path, monkeypatch):
+    root = write_coco(tmp_path)
+    monkeypatch.setitem(sys.modules, "faster_coco_eval.core", None)
+    with pytest.raises(RuntimeError, match=r"pip install 'pale-transformer\[det\]'"):
+        own_objects(root).task()
+
+
+def test_sizes_that_the_json_leaves_out_come_from_the_files(tmp_path):
+    def change(content):
+        for image in content["images"]:
+            del image["height"], image["width"]
+
+    source = coco(spoiled(tmp_path, change))
+    assert source.size(0) == (48, 48)
+    assert source.instances(0).size == (48, 48)
+    assert both(source, 0)[1].masks().any()
+
+
+def test_pictures_without_objects_are_kept_for_validation_and_left_out_of_training(tmp_path):
+    def change(content):
+        content["annotations"] = [a for a in content["annotations"] if a["image_id"] != 102]
+        for entry in content["annotations"]:
+            if entry["image_id"] == 103:
+                entry["iscrowd"] = 1
+
+    root = spoiled(tmp_path, change)
+    every, some = coco(root), coco(root, keep_empty=False)
+    assert (len(every), len(some)) == (6, 4)
+    assert len(every.instances(2)) == 0
+    assert every.instances(3).crowd.all()
+    assert some.notes == ["train.json: 2 pictures without objects left out"]
+    with pytest.raises(ValueError, match="there is nothing to learn from"):
+        coco(spoiled(tmp_path / "b", lambda c: c["annotations"].clear()), keep_empty=False)
+
+
+def test_classes_of_both_splits_must_agree(tmp_path):
+    root = write_coco(
+        tmp_path,
+        change=lambda split, c: (
+            c["categories"].pop() and None
+            if split == "val" and not any(a["category_id"] == 23 for a in c["annotations"])
+            else None
+        ),
+    )
+    content = json.loads((root / "annotations/val.json").read_text())
+    content["categories"][0]["name"] = "blob"
+    (root / "annotations/val.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="is it the right data set"):
+        own_objects(root).task()
+
+
+def test_boxes_without_shapes_need_a_detector_of_boxes(tmp_path):
+    def change(content):
+        for entry in content["annotations"]:
+            del entry["segmentation"]
+
+    root = spoiled(tmp_path, change)
+    with pytest.raises(ValueError, match=r"no shape .* set model\.heads\.masks=false"):
+        own_objects(root).task()
+    task = own_objects(root, model__heads__masks=False).task()
+    batch = task.collate([task.train_data()[(0, i)] for i in range(2)])
+    assert "masks" not in batch
+
+
+def test_hold_out_splits_one_file_and_one_file_alone_is_refused(tmp_path):
+    root = write_coco(tmp_path, counts=(10, 1))
+    one = {"data__annotations": "annotations/train.json", "data__images": "train"}
+    with pytest.raises(ValueError, match=r"say where the splits are with \{split\} in it, or"):
+        own_objects(root, **one).task()
+    task = own_objects(root, **one, data__hold_out=0.3).task()
+    assert (len(task.train_source), len(task.val_source)) == (7, 3)
+    ids = [{s.image_id(i) for i in range(len(s))} for s in (task.train_source, task.val_source)]
+    assert ids[0] | ids[1] == set(range(100, 110))
+
+
+def test_instance_masks_become_coco_json(tmp_path):
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+    values = np.zeros((20, 30), np.uint16)
+    values[2:8, 3:9], values[10:15, 20:25] = 1001, 2007
+    Image.new("RGB", (30, 20)).save(tmp_path / "images/a.jpg")
+    Image.fromarray(values).save(tmp_path / "masks/a.png")
+    content = convert(tmp_path / "images", tmp_path / "masks", ["cat", "dog"], 1000)
+    assert [a["bbox"] for a in content["annotations"]] == [[3, 2, 6, 6], [20, 10, 5, 5]]
+    assert [a["category_id"] for a in content["annotations"]] == [1, 2]
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    masks = CocoFiles(tmp_path / "a.json", tmp_path / "images").instances(0).masks()
+    assert np.array_equal(masks[1] > 0, values == 2007)
+    one = convert(tmp_path / "images", tmp_path / "masks", ["pet"])
+    assert [a["category_id"] for a in one["annotations"]] == [1, 1]
+    with pytest.raises(UnreadableImageError, match="the value 2007 gives the class 2, there are 1"):
+        convert(tmp_path / "images", tmp_path / "masks", ["pet"], 1000)
+    with pytest.raises(ValueError, match="2 classes need a divisor"):
+        convert(tmp_path / "images", tmp_path / "masks", ["cat", "dog"])
+    Image.new("RGB", (31, 20)).save(tmp_path / "images/a.jpg")
+    with pytest.raises(UnreadableImageError, match="is 31x20, its mask 30x20"):
+        convert(tmp_path / "images", tmp_path / "masks", ["pet"])
+
+
+def test_objects_can_be_picked_and_empty_masks_are_none():
+    masks = np.zeros((3, 8, 8), np.uint8)
+    masks[0, 1:3, 2:5] = masks[2, 4:, 4:] = 1
+    found = from_masks((8, 8), masks, [4, 5, 6])
+    assert found.labels.tolist() == [4, 6]
+    assert found.boxes.tolist() == [[2, 1, 5, 3], [4, 4, 8, 8]]
+    picked = found.only(np.array([False, True]))
+    assert isinstance(picked, Instances)
+    assert picked.labels.tolist() == [6]
+    assert np.array_equal(picked.masks()[0], masks[2])
+
+
+def kinds(report) -> dict[str, int]:
+    return {p.kind: len(p.items) for p in report.problems}
+
+
+def test_the_check_names_everything_at_once(tmp_path, capsys):
+    def change(split, content):
+        if split != "train":
+            return
+        first = copy.deepcopy(content["annotations"][0])
+        content["annotations"] += [
+            first | {"id": 900, "category_id": 99},
+            first | {"id": 901, "image_id": 12345},
+            first | {"id": 902, "bbox": [5, 5, 0, 10]},
+            first | {"id": 903, "bbox": [40, 5, 60, 10]},
+            first | {"id": 904, "segmentation": [[1, 2, 3, 4]]},
+            first | {"id": 904, "bbox": None},
+        ]
+        content["images"].append({"id": 101, "file_name": "gone.png"})
+
+    root = write_coco(tmp_path, change=change)
+    (root / "train/2.png").write_bytes(b"no picture")
+    (root / "val/0.png").write_bytes((root / "train/1.png").read_bytes())
+    splits = {s: (root / "annotations" / f"{s}.json", root / s) for s in ("train", "val")}
+    report = check_instances(splits)
+    assert not report.good
+    found = kinds(report)
+    for kind in (
+        "unknown categories",
+        "annotations without a picture",
+        "boxes without area",
+        "boxes outside their picture",
+        "broken shapes",
+        "boxes that are none",
+        "missing pictures",
+        "pictures that cannot be used",
+        "ids of images that occur twice",
+        "ids of annotations that occur twice",
+        "the same picture in two splits",
+    ):
+        assert found.pop(kind) == 1, kind
+    assert report.splits["train"]["images"] == 7
+    command = ["data", "check", str(root), "--annotations", "annotations/{split}.json"]
+    assert main(command) == 1
+    told = capsys.readouterr().out
+    assert "problem: unknown categories (1); list them in categories, or remove them" in told
+    assert "annotation 903: by 52.0 pixels, in 0.png" in told
+    assert "not ready" in told
+
+
+def test_a_good_set_is_ready(tmp_path, capsys):
+    root = write_coco(tmp_path, counts=(6, 3))
+    command = ["data", "check", str(root), "--annotations", "annotations/{split}.json", "--json"]
+    assert main(command) == 0
+    plain = json.loads(capsys.readouterr().out)
+    total = len(coco_json(0, 6)["annotations"])
+    assert plain["good"]
+    assert plain["splits"]["train"]["objects"] == total
+    assert sum(c["objects"] for c in plain["splits"]["train"]["classes"].values()) == total
+
+
+def archive(project, name: str) -> Path:
+    path = Path(os.environ.get("PALE_DATA", project.parent / "shared/data")) / name
+    if not path.is_file():
+        pytest.skip(f"{path} is not there; PALE_DATA names the folder")
+    return path
+
+
+@pytest.mark.data
+def test_pet_silhouettes_are_read(project, tmp_path):
+    with tarfile.open(archive(project, "pets-mini.tar")) as tar:
+        tar.extractall(tmp_path, filter="data")
+    root = next(tmp_path.rglob("annotations")).parent
+    source = PetSilhouettes(root, "test")
+    assert len(source) == 148
+    for i in range(0, 148, 37):
+        image, found = both(source, i)
+        assert len(found) == 1
+        assert source.size(i) == (image.height, image.width) == found.size
+        mask = found.masks()[0]
+        assert 0.03 < mask.mean() < 1
+        left, top, right, bottom = found.boxes[0].astype(int)
+        assert mask[top:bottom, left:right].sum() == mask.sum()
+    names = [source.name(i) for i in range(148)]
+    cats = [n for i, n in enumerate(names) if source.instances(i).labels[0] == 0]
+    assert all(Path(n).name[0].isupper() for n in cats)  # cats' breeds are upper case there
+    with pytest.raises(ValueError, match="there is no list"):
+        PetSilhouettes(root, "val")
