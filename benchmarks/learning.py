@@ -12,7 +12,7 @@ import math
 import statistics
 from pathlib import Path
 
-from runs import curves, losses, summary, trained, write
+from common import curves, losses, summary, trained, write
 
 BACKENDS = ("reference", "sdpa", "triton", "auto")
 MODES = {

@@ -16,11 +16,11 @@ import shlex
 import time
 from pathlib import Path
 
+from common import curves, mean, pale, summary, trained, write
 from PIL import Image, ImageDraw
 
 from pale.recipes import get
 from pale.tasks.segmentation.metric import indexed, unpack
-from runs import curves, mean, pale, summary, trained, write
 
 MODELS = {"pale_t": "pale_tiny", "swin_t": "swin_tiny_patch4_window7_224"}
 SWIN = {"always_partition": True}

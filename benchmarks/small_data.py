@@ -13,7 +13,7 @@ import shlex
 import time
 from pathlib import Path
 
-from runs import curves, mean, summary, trained, write
+from common import curves, mean, summary, trained, write
 
 MODELS = {
     "pale_t": "pale_tiny",
