@@ -14,44 +14,21 @@ white alone: pictures of the data sets must not be passed on).
 import argparse
 import json
 import shlex
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
+from common import curves, mean, summary, trained, write
 from PIL import Image, ImageDraw
 
 from pale.data import rle
 from pale.tasks.detection import overlay
-from pale.train.distributed import join
-from pale.train.environment import environment
-from pale.train.log import read
 
 MODELS = {"pale_t": "pale_tiny", "swin_t": "swin_tiny_patch4_window7_224"}
-COLOURS = {"pale_t": "#0a7", "swin_t": "#c50"}
 TASKS = {"overfit": "coco.overfit", "pets": "pets.mask_rcnn_pale_t"}
 ROOTS = {"overfit": "coco-mini", "pets": "oxford-iiit-pet"}
 GOAL = {"box_ap50": 80.0, "mask_ap50": 70.0}  # of the overfitted 64 pictures
 COLUMNS = ("box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75")
-
-
-def pale(*words: object) -> None:
-    print("+ pale", *words, flush=True)
-    subprocess.run([sys.executable, "-m", "pale", *map(str, words)], check=True)
-
-
-def trained(run: Path, *words: object) -> Path:
-    """Train, or go on, or leave as it is."""
-    if any(event["event"] == "end" for event in read(run / "log.jsonl")):
-        return run
-    if list((run / "checkpoints").glob("step_*")):
-        pale("train", "--resume", run)
-    else:
-        subprocess.run(["rm", "-rf", str(run)], check=True)
-        pale("train", *words, "--output", run)
-    return run
 
 
 def detect(args: argparse.Namespace, task: str, label: str, seed: int) -> dict:
@@ -59,21 +36,7 @@ def detect(args: argparse.Namespace, task: str, label: str, seed: int) -> dict:
     words += ["--model.name", MODELS[label], "--data.workers", args.workers]
     words += shlex.split(args.settings if task == "pets" else args.overfit_settings)
     run = trained(args.out / f"{task}_{label}_{seed}", *words)
-    events = read(run / "log.jsonl")
-    starts, steps, last = (
-        [e for e in events if e["event"] == k] for k in ("start", "step", "eval")
-    )
-    return {
-        "task": task,
-        "model": label,
-        "seed": seed,
-        "run": run.name,
-        "figures": last[-1],
-        "device": starts[-1]["device"],
-        "steps": steps[-1]["step"],
-        "images_per_s": statistics.median(e["images_per_s"] for e in steps[len(steps) // 2 :]),
-        "memory_mb": steps[-1]["memory_mb"],
-    }
+    return {"task": task, "model": label, "seed": seed} | summary(run)
 
 
 def table(rows: list[dict]) -> str:
@@ -83,47 +46,13 @@ def table(rows: list[dict]) -> str:
         for label in MODELS:
             mine = [r for r in rows if r["task"] == task and r["model"] == label]
             if mine:
-                cells = [mean([r["figures"][name] for r in mine]) for name in COLUMNS]
+                cells = [mean([r["val"][name] for r in mine]) for name in COLUMNS]
                 lines.append(f"| {task} | {label} | {len(mine)} | {' | '.join(cells)} |")
     for row in rows:
         if row["task"] == "overfit":
-            reached = all(row["figures"][name] > goal for name, goal in GOAL.items())
+            reached = all(row["val"][name] > goal for name, goal in GOAL.items())
             lines.append(f"\nLearned by heart (over {GOAL}): {'yes' if reached else 'no'}")
     return "\n".join(lines) + "\n"
-
-
-def mean(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{spread}"
-
-
-def curves(args: argparse.Namespace, rows: list[dict], path: Path) -> None:
-    """Training loss of every run over its steps, one panel a task."""
-    w, h, tasks = 560, 320, sorted({row["task"] for row in rows})
-    canvas = Image.new("RGB", (w * len(tasks), h), "white")
-    draw = ImageDraw.Draw(canvas)
-    for i, task in enumerate(tasks):
-        left, logs = i * w, {}
-        for row in (r for r in rows if r["task"] == task):
-            steps = [e for e in read(args.out / row["run"] / "log.jsonl") if e["event"] == "step"]
-            size = max(1, len(steps) // 60)
-            pieces = [steps[k : k + size] for k in range(0, len(steps), size)]
-            points = [(p[-1]["step"], statistics.mean(e["loss"] for e in p)) for p in pieces]
-            logs[row["run"]] = (row["model"], points)
-        top = max(y for _, points in logs.values() for _, y in points[1:])
-        end = max(points[-1][0] for _, points in logs.values())
-        draw.rectangle((left + 40, 24, left + w - 12, h - 28), outline="#bbb")
-        told = f"{task}: training loss, 0 to {top:.2f}, over {end} steps"
-        draw.text((left + 44, 6), told, fill="black")
-        for k, (label, colour) in enumerate(COLOURS.items()):
-            draw.text((left + w - 80, 30 + 14 * k), label, fill=colour)
-        for label, points in logs.values():
-            place = [
-                (left + 40 + (w - 52) * x / end, h - 28 - (h - 52) * min(y, top) / top)
-                for x, y in points
-            ]
-            draw.line(place, fill=COLOURS[label], width=2)
-    canvas.save(path)
 
 
 def predictions(args: argparse.Namespace, rows: list[dict], path: Path, columns: int = 6) -> None:
@@ -185,16 +114,8 @@ def main() -> None:
             print(f"time is up before {task} {label} {seed}", flush=True)
             break
         rows.append(detect(args, task, label, seed))
-        with join() as world:
-            about = {
-                "environment": environment(world),
-                "arguments": {k: str(v) for k, v in vars(args).items()},
-            }
-        (args.out / "detection.json").write_text(
-            json.dumps(about | {"rows": rows}, indent=1) + "\n"
-        )
-        (args.out / "detection.md").write_text(table(rows))
-        curves(args, rows, args.out / "curves.png")
+        write(args.out, "detection", args, rows, table(rows))
+        curves(args.out, rows, args.out / "curves.png")
         predictions(args, rows, args.out / "predictions.png")
     print(table(rows))
 
