@@ -168,7 +168,7 @@ def _recipes(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> int:
     from .recipes import get
     from .recipes.schema import read
-    from .train.distributed import join
+    from .train.distributed import join, leave
     from .train.loop import train
 
     given = [word for word in (args.recipe, args.config, args.resume) if word is not None]
@@ -202,7 +202,10 @@ def _train(args: argparse.Namespace) -> int:
         if args.json and world.main:
             about = {"run": str(run), "step": outcome.step, "steps": outcome.steps}
             sys.stdout.write(json.dumps(about | outcome.figures, indent=1) + "\n")
-    return 0 if outcome.signal is None else 128 + outcome.signal
+    code = 0 if outcome.signal is None else 128 + outcome.signal
+    if world.size > 1:
+        leave(code)
+    return code
 
 
 def _free(path: Path) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pale.tasks.classification import ClassificationTask
-from pale.train.distributed import World, join
+from pale.train.distributed import World, join, leave
 from pale.train.loop import NonFiniteError, train
 
 if __name__ == "__main__":
@@ -92,3 +92,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave(0)
