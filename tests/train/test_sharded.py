@@ -214,7 +214,10 @@ def test_shards_of_another_model_are_refused(runs):
     ("changes", "words"),
     [
         ({"precision": "fp16"}, "parallel=fsdp works in bf16 and fp32, got precision=fp16"),
-        ({"cuda_graph": True}, "cuda_graph=true records a step of a whole model, got parallel=fsdp"),
+        (
+            {"cuda_graph": True},
+            "cuda_graph=true records a step of a whole model, got parallel=fsdp",
+        ),
     ],
 )
 def test_what_shards_cannot_do_is_said(changes, words):
