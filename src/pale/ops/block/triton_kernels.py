@@ -170,7 +170,7 @@ def gelu(b_x):
 
 @triton.jit
 def quick_gelu(b_x):
-    """GELU to 2e-4, for results of 16 bits: x Phi(x), Phi(x) = (1 + tanh q(x)) / 2 with a q that fits it to 2.5e-5.
+    """GELU for results of 16 bits: x Phi(x), Phi(x) = (1 + tanh q(x)) / 2, exact to |x| 2^-12 + 2.5e-5.
 
     One instruction of the slow unit for functions, not two, and half of all others.
     """
