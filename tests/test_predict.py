@@ -42,7 +42,9 @@ def made(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("weights")
     found = {}
     for name, recipe_of in RECIPES.items():
-        recipe = recipe_of()
+        recipe = (
+            recipe_of() if name == "classification" else recipe_of(test__short=40, test__long=90)
+        )
         classes = [f"{name} {i}" for i in range(8 if name == "detection" else 9)]
         torch.manual_seed(2)
         settings_ = recipe.model
