@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import fused
+from .ops.block import inference
 from .ops.block import triton_op as pieces
 from .pale_transformer import PaleBlock, PaleTransformer, PatchMerging
 
@@ -19,8 +20,8 @@ def optimize(
 ) -> nn.Module:
     """A copy of `model` for inference; the model itself stays as it is.
 
-    On a GPU with Triton each block becomes six kernels and, where channels are many, cuBLAS calls. Elsewhere the copy
-    computes what the model does, in `dtype`.
+    On a GPU with Triton each block becomes six or seven kernels and, where channels are many, cuBLAS calls. Elsewhere
+    the copy computes what the model does, in `dtype`.
 
     Args:
         model: a `PaleTransformer`, or any module with one inside, on the device where it will run.
@@ -63,7 +64,7 @@ class FusedStem(nn.Module):
         conv, self.norm = merging.conv, merging.norm
         assert conv.bias is not None
         self.kernel, self.stride = conv.kernel_size[0], conv.stride[0]
-        self.weights = nn.Buffer(pieces.stem_weights(conv.weight))
+        self.weights = nn.Buffer(inference.stem_weights(conv.weight))
         self.bias = conv.bias
 
     @classmethod
@@ -78,7 +79,7 @@ class FusedStem(nn.Module):
         """(b, channels, h, w) -> (b, h / stride, w / stride, c), rounded up."""
         norm = self.norm
         affine = self.bias, norm.weight, norm.bias, norm.eps
-        return pieces.stem(x, self.weights, self.kernel, self.stride, *affine)
+        return inference.stem(x, self.weights, self.kernel, self.stride, *affine)
 
 
 class FusedBlock(nn.Module):
@@ -108,17 +109,13 @@ class FusedBlock(nn.Module):
             affine = norm1.weight, norm1.bias
             pieces._conv_norm(x, self.taps_cpe, self.bias_cpe, *affine, total, y, norm1.eps)
             x = total
-        maps = x.new_empty((3, *x.shape))
-        pieces._conv_three(y, self.taps, maps)
         pointwise = attn.phi_q.pointwise, attn.phi_k.pointwise, attn.phi_v.pointwise
-        q, k, v = (torch.empty_like(x) for _ in range(3))
-        weights, biases = tuple(p.weight for p in pointwise), tuple(p.bias for p in pointwise)
-        pieces._linear(maps, weights, biases, (q, k, v))
-        y = attn.attend(q, k, v)
+        weights, biases = (p.weight for p in pointwise), (p.bias for p in pointwise)
+        y = attn.attend(*inference.separable_three(y, self.taps, *weights, *biases))
         proj, fc1, fc2 = attn.proj, self.fc1, self.fc2
         affine = norm2.weight, norm2.bias
-        x, y = pieces.linear_norm(y, proj.weight, proj.bias, x, fc2.bias, *affine, norm2.eps)
-        return pieces.mlp_residual(y, fc1.weight, fc1.bias, fc2.weight, x)
+        x, y = inference.linear_norm(y, proj.weight, proj.bias, x, fc2.bias, *affine, norm2.eps)
+        return inference.mlp_residual(y, fc1.weight, fc1.bias, fc2.weight, x)
 
 
 class Graphed(nn.Module):

@@ -18,7 +18,7 @@ from timm.layers import DropPath
 from torch import Tensor
 
 import pale
-from pale.ops.block import reference, triton_op
+from pale.ops.block import inference, reference, triton_op
 from pale.pale_transformer import PaleBlock
 
 INTERPRETED = triton_op.INTERPRETED
@@ -40,7 +40,7 @@ LARGE = {
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
 PIECES = ("conv_norm", "conv_three", "linear_three", "finish", "norm")
 SIZE = (12, 20) if INTERPRETED else (100, 76)
-INFERENCE = ("linear_norm", "mlp_residual")
+INFERENCE = ("separable_three", "linear_norm", "mlp_residual")
 
 
 def arguments(piece: str, shape: tuple[int, ...]) -> list[Tensor | float | None]:
@@ -74,6 +74,12 @@ def arguments(piece: str, shape: tuple[int, ...]) -> list[Tensor | float | None]
         ],
         "norm": [x, draw(c), *affine],
         "linear_three": [draw(3, *shape), *square, *(draw(c) for _ in range(3))],
+        "separable_three": [
+            x,
+            draw(27, c, scale=0.3),
+            *square,
+            *(draw(c) for _ in range(3)),
+        ],
         "linear_norm": [x, square[0], draw(c), draw(*shape), draw(c), *affine],
         "mlp_residual": [x, w_1, draw(h), w_2, draw(*shape)],
     }[piece]
@@ -108,7 +114,8 @@ def check(piece: str, values: list[Tensor | float | None], dtype: torch.dtype) -
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory starts as NaN
     try:
         triton_op.launches.clear()
-        ours = results(call(triton_op, piece, exact), drop(piece, exact), dtype, gradients)
+        module = triton_op if gradients else inference
+        ours = results(call(module, piece, exact), drop(piece, exact), dtype, gradients)
         assert triton_op.launches, "no kernel ran"
     finally:
         torch.use_deterministic_algorithms(False)
@@ -197,8 +204,8 @@ def test_stem(channels, kernel, stride, channels_last):
     values = [x.to(DTYPES[-1]) for x in (images, weight, bias, gamma, beta)]
     if channels_last:
         values[0] = values[0].contiguous(memory_format=torch.channels_last)
-    packed = triton_op.stem_weights(values[1])
-    found = triton_op.stem(values[0], packed, kernel, stride, *values[2:], 1e-5)
+    packed = inference.stem_weights(values[1])
+    found = inference.stem(values[0], packed, kernel, stride, *values[2:], 1e-5)
     expected = plain(*(x.double() for x in values))
     assert found.shape == expected.shape
     bound = 2 * (plain(*values) - expected).abs().max() + FLOOR[DTYPES[-1]] * expected.abs().max()

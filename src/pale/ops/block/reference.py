@@ -62,6 +62,22 @@ def norm(x: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor, eps: float
     return F.layer_norm(x if bias is None else x + bias, x.shape[-1:], gamma, beta, eps)
 
 
+def separable_three(
+    x: Tensor,
+    taps: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    b_q: Tensor,
+    b_k: Tensor,
+    b_v: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Three separable convolutions of one map: depthwise by `taps`, (27, c), then linear layers."""
+    c = x.shape[-1]
+    three = [t.T.reshape(c, 1, 3, 3).to(x.dtype) for t in taps.view(3, 9, c)]
+    return linear_three(conv_three(x, *three), w_q, w_k, w_v, b_q, b_k, b_v)
+
+
 def linear_norm(
     y: Tensor,
     weight: Tensor,

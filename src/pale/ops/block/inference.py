@@ -1,0 +1,126 @@
+"""Fused pieces of a block for inference alone; nothing of them is differentiated or seen by a compiler."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import triton_op as op
+
+
+def separable_three(
+    x: Tensor,
+    taps: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    b_q: Tensor,
+    b_k: Tensor,
+    b_v: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Three separable convolutions of one map: depthwise by `taps`, (27, c), then linear layers.
+
+    With few tokens one kernel does both, and computes the depthwise half once for each block of results, to save a
+    launch.
+    """
+    weights, biases = (w_q, w_k, w_v), (b_q, b_k, b_v)
+    q, k, v = (torch.empty_like(x) for _ in range(3))
+    b, h, w, c = x.shape
+    tokens = b * h * w
+    if tokens > op.FEW or op._small(x):
+        maps = x.new_empty((3, *x.shape))
+        op._conv_three(x, taps, maps)
+        op._linear(maps, weights, biases, (q, k, v))
+        return q, k, v
+    block_n = min(64, op._power(c))
+    block_k = next(k for k in (128, 64, 32, 16) if c % k == 0)
+    blocks = {"C": c, "BLOCK_T": 16, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    grid = op._ceil(tokens, 16) * op._ceil(c, block_n), 3
+    tensors = x, taps, *weights, *biases, q, k, v
+    # One step at a time: to have the next one's eighteen loads ready takes more shared memory than there is.
+    options = {"warps": 8 if block_k == 128 else 4, "stages": 1}
+    op._launch("linear_of_conv", grid, *tensors, tokens, h, w, **options, **blocks)
+    return q, k, v
+
+
+def linear_norm(
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    x: Tensor,
+    next_bias: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The sum x + linear(y) + next_bias, and the LayerNorm of this without `next_bias`."""
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    c = x.shape[-1]
+    if c > 256:
+        y = F.linear(y, weight)
+        op._add_norm(x, y, bias, None, next_bias, None, gamma, beta, None, total, normed, eps)
+        return total, normed
+    tokens = x.numel() // c
+    blocks = {"C": c, "BLOCK_C": op._power(c), "BLOCK_T": 16 if tokens <= op.FEW else 64}
+    wide = c <= 128 or tokens <= op.FEW
+    blocks["BLOCK_K"] = next(k for k in ((64, 32, 16) if wide else (32, 16)) if c % k == 0)
+    tensors = y, weight, bias, x, next_bias, gamma, beta, total, normed
+    grid = (op._ceil(tokens, blocks["BLOCK_T"]),)
+    op._launch("linear_norm", grid, *tensors, tokens, eps, **blocks)
+    return total, normed
+
+
+def mlp_residual(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, total: Tensor) -> Tensor:
+    """Linear, GELU and linear added to `total`, in place; the last bias is in it already."""
+    hidden, c = w_1.shape
+    tokens = x.numel() // c
+    if c <= op.WHOLE and hidden % 32 == 0 and tokens > op.FEW:
+        out = torch.empty_like(total)
+        blocks = {"C": c, "HIDDEN": hidden, "BLOCK_C": op._power(c), "BLOCK_H": 32}
+        blocks["QUICK"] = x.dtype != torch.float32
+        blocks["BLOCK_T"] = 32 if op._small(x) else 64 if c <= 64 else 128
+        grid = (op._ceil(tokens, blocks["BLOCK_T"]),)
+        op._launch("whole_mlp", grid, x, w_1, b_1, w_2, total, out, tokens, **blocks)
+        return out
+    y = x.new_empty((tokens, hidden))
+    op._linear(x, (w_1,), (b_1,), (y,), gelu=True)
+    if tokens <= op.FEW:
+        op._linear(y, (w_2,), (b_1,), (total,), add=True)
+    else:
+        total.view(tokens, c).addmm_(y, w_2.T)
+    return total
+
+
+def stem_weights(weight: Tensor) -> Tensor:
+    """Weights of a convolution, (c, channels, k, k), as the kernel reads them: (k, span, c), span a power of two."""
+    c, channels, k, _ = weight.shape
+    rows = weight.permute(2, 3, 1, 0).reshape(k, k * channels, c)
+    return F.pad(rows, (0, 0, 0, max(16, op._power(k * channels)) - k * channels)).contiguous()
+
+
+def stem(
+    x: Tensor,
+    weights: Tensor,
+    kernel: int,
+    stride: int,
+    bias: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+) -> Tensor:
+    """LayerNorm of a convolution of (b, channels, h, w), into (b, rows, columns, c); `weights` are `stem_weights`."""
+    b, channels, h, w = x.shape
+    _, span, c = weights.shape
+    rows, columns = op._ceil(h, stride), op._ceil(w, stride)
+    y = x.new_empty((b, rows, columns, c))
+    tokens = b * rows * columns
+    x_b, x_c, x_h, x_w = x.stride()
+    numbers = tokens, h, w, rows, columns, x_b, x_c, x_h, x_w, eps
+    constants = {"KERNEL": kernel, "STRIDE": stride, "CHANNELS": channels, "SPAN": span}
+    blocks = {"C": c, "BLOCK_C": op._power(c), "BLOCK_T": 32 if tokens <= op.FEW else 64}
+    tensors = x, weights, bias, gamma, beta, y
+    op._launch(
+        "stem", (op._ceil(tokens, blocks["BLOCK_T"]),), *tensors, *numbers, **constants, **blocks
+    )
+    return y
