@@ -17,6 +17,7 @@ from . import weights as weight_files
 from .data.images import read_image
 from .data.mask_transforms import to_tensor
 from .data.masks import Colour, Labels, palette
+from .progress import Track, silent
 from .recipes.schema import Segmentation
 from .settings import vary
 from .tasks.segmentation.inference import Inference, Segmenter
@@ -61,6 +62,7 @@ def evaluate(
     world: World,
     which: str = "both",
     dtype: torch.dtype | None = None,
+    track: Track = silent,
 ) -> Iterator[Evaluated]:
     """Evaluate weights under each protocol; every process gets the same."""
     names = weights.about.get("classes")
@@ -70,7 +72,7 @@ def evaluate(
     model.to(world.device)
     for name, (how, paper) in protocols(recipe, which).items():
         task.test = how
-        figures, metric = Evaluation(task, world, 1, recipe.workers).run(model, dtype)
+        figures, metric = Evaluation(task, world, 1, recipe.workers).run(model, dtype, track)
         yield Evaluated(name, how, figures, metric.details(), paper)
 
 

@@ -1,0 +1,71 @@
+"""`pale completion`: a script for the shell that completes commands, options, recipes and settings."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import cli_parser
+
+SHELLS = ("bash", "zsh", "fish", "tcsh")
+EPILOG = """Put one of these lines into the start-up file of your shell:
+  eval "$(pale completion bash)"                        ~/.bashrc
+  eval "$(pale completion zsh)"                         ~/.zshrc, after compinit
+  pale completion fish | source                         ~/.config/fish/config.fish
+
+Making the script takes some seconds, completing takes none. To make it once:
+  pale completion bash > ~/.local/share/bash-completion/completions/pale"""
+
+
+def add_command(commands: Any) -> None:
+    """Add `pale completion`."""
+    completion = cli_parser.add_command(
+        commands, "completion", run, "print a script that completes commands in a shell", json=False
+    )
+    completion.add_argument("shell", choices=SHELLS, help="for which shell")
+    completion.epilog = EPILOG
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the script."""
+    import shtab
+
+    from .cli import _parser
+
+    sys.stdout.write(shtab.complete(enriched(_parser()), args.shell) + "\n")
+
+
+def enriched(parser: Any) -> Any:
+    """The parser with what can stand in each place: recipes, models, files, settings as options."""
+    import shtab
+
+    from .cli_train import OVERRIDDEN
+    from .pale_transformer import VARIANTS
+    from .recipes import RECIPES
+    from .recipes.schema import Classification, Detection, Segmentation
+    from .settings import names
+
+    settings = dict.fromkeys(
+        n for kind in (Classification, Segmentation, Detection) for n in names(kind)
+    )
+    known: dict[str, list[str]] = {
+        "recipe": list(RECIPES),
+        "name": list(RECIPES),
+        "model": list(VARIANTS),
+    }
+    for path, command in cli_parser.walk(parser):
+        for action in command._actions:
+            if action.type is Path or action.dest in ("source", "weights"):
+                action.complete = shtab.FILE
+            elif action.choices is None and action.dest in known:
+                action.choices = known[action.dest]
+        if " ".join(path) in OVERRIDDEN:
+            kept = [
+                n for n in settings if path != ("token-labels", "make") or n.startswith("data.")
+            ]
+            for option in (f"--{name}" for name in kept):
+                if option not in command._option_string_actions:
+                    command.add_argument(option, help="a setting of the recipe")
+    return parser
