@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.run is not cli_completion.run:
             # Registers our models with timm; importing PyTorch takes seconds, so it waits until here.
             from . import pale_transformer  # noqa: F401
-        return args.run(args) or 0
+        code: int = args.run(args) or 0
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         sys.stderr.write("pale: stopped by Ctrl-C\n")
         return INTERRUPTED

@@ -68,11 +68,13 @@ class Parser(argparse.ArgumentParser):
         """Print usage, the error and a hint, exit with 2."""
         known = [option for action in self._actions for option in action.option_strings]
         known += [str(c) for action in self._actions for c in (action.choices or ())]
-        words = message.replace("'", " ").replace("=", " ").replace(":", " ").split()
+        # "argument X: invalid choice: 'y' (choose from ...)", "unrecognized arguments: --y=1": the rest is argparse's.
+        _, told, wrong = message.partition("(choose from")[0].rpartition(": ")
+        words = wrong.replace("'", " ").replace("=", " ").split() if told else []
         close = [
             match
             for word in words
-            if word not in known
+            if word not in known and ("invalid choice" in message or word.startswith("-"))
             for match in get_close_matches(word, known, n=1)
         ]
         super().error(message + (f"; did you mean {close[0]}?" if close else ""))

@@ -109,7 +109,7 @@ def check(
     paths = [str(root / split / name) for split, _, name, _ in pictures]
     with ProcessPoolExecutor(workers, initializer=_ignore_ctrl_c) as pool:
         try:
-            reading = pool.map(examine, paths, chunksize=16)
+            reading = pool.map(examine, paths, chunksize=4)
             facts = list(track(reading, "reading", len(paths)))
         except BaseException:
             pool.shutdown(cancel_futures=True)
