@@ -38,7 +38,9 @@ def svg(name: str, title: str, w: int, h: int, parts: list[str]) -> None:
     (FOLDER / f"{name}.svg").write_text(text)
 
 
-def say(x: float, y: float, text: str, size: int = 15, faint: bool = False, middle: bool = False) -> str:
+def say(
+    x: float, y: float, text: str, size: int = 15, faint: bool = False, middle: bool = False
+) -> str:
     """A line of text."""
     anchor = ' text-anchor="middle"' if middle else ""
     fill = colour(FAINT if faint else INK)
@@ -88,7 +90,10 @@ def by_group(group: Tensor) -> list[list[str]]:
 def groups() -> None:
     """The same rows, put together in three ways."""
     interlaced, contiguous = (Region((3, 3), "row", g) for g in ("interlaced", "contiguous"))  # type: ignore[arg-type]
-    rows = [region.groups(SIDE, SIDE)[0][:, None].expand(SIDE, SIDE) for region in (interlaced, contiguous)]
+    rows = [
+        region.groups(SIDE, SIDE)[0][:, None].expand(SIDE, SIDE)
+        for region in (interlaced, contiguous)
+    ]
     columns = interlaced.groups(SIDE, SIDE)[1][None].expand(SIDE, SIDE)
     i = torch.arange(SIDE)
     windows = (i[:, None] // 6) * 2 + i[None] // 6
@@ -101,7 +106,11 @@ def groups() -> None:
     parts = []
     for n, (title, about, group) in enumerate(panels):
         x = 20 + n * 232
-        parts += [say(x, 30, title), say(x, 50, about, 13, faint=True), cells(x, 64, by_group(group))]
+        parts += [
+            say(x, 30, title),
+            say(x, 50, about, 13, faint=True),
+            cells(x, 64, by_group(group)),
+        ]
     svg("groups", "Tokens of a 12 x 12 map by group, pale size 3", 930, 270, parts)
 
 
@@ -125,7 +134,11 @@ def modes() -> None:
             for j, member in enumerate(line):
                 pale[i][j] = PALE_TINTS[0] if member else pale[i][j]
     lines = [
-        ("Parallel (the paper's, and the default)", [(row, "half the heads"), (column, "the other half")], 2),
+        (
+            "Parallel (the paper's, and the default)",
+            [(row, "half the heads"), (column, "the other half")],
+            2,
+        ),
         ("Sequential", [(row, "all heads"), (column, "all heads")], 1),
         ("Vanilla", [(pale, "all heads"), (pale, "all heads")], 1),
     ]
@@ -170,7 +183,13 @@ def block() -> None:
     parts.append(say(78, 146, "where a token is", 13, faint=True))
     parts.append(say(292, 146, "what other tokens hold", 13, faint=True))
     parts.append(say(568, 146, "what to make of it", 13, faint=True))
-    svg("block", "A block of the Pale Transformer: CPE, attention and MLP, each added to its input", 770, 160, parts)
+    svg(
+        "block",
+        "A block of the Pale Transformer: CPE, attention and MLP, each added to its input",
+        770,
+        160,
+        parts,
+    )
 
 
 def positions() -> None:
@@ -181,12 +200,22 @@ def positions() -> None:
         for i in range(SIDE)
     ]
     shades = [
-        ["#{:02x}{:02x}{:02x}".format(250 - 9 * i, 238 - 4 * (i + j), 150 + 8 * j) for j in range(SIDE)]
+        [f"#{250 - 9 * i:02x}{238 - 4 * (i + j):02x}{150 + 8 * j:02x}" for j in range(SIDE)]
         for i in range(SIDE)
     ]
     panels = [
-        ('position="cpe"', "each block adds a 3x3 depthwise", "convolution: position by neighbours", near),
-        ('position="ape"', "each stage adds a learned map,", "resized when the input is another", shades),
+        (
+            'position="cpe"',
+            "each block adds a 3x3 depthwise",
+            "convolution: position by neighbours",
+            near,
+        ),
+        (
+            'position="ape"',
+            "each stage adds a learned map,",
+            "resized when the input is another",
+            shades,
+        ),
         ('position="none"', "only q, k, v and patch merging,", "which are convolutions too", blank),
     ]
     parts = []

@@ -1,8 +1,8 @@
 """What the site takes from the code at build time, so that it cannot go stale.
 
-`<!-- commands -->` in a page becomes the reference of all commands, from their parsers; `<!-- recipes -->` a table of all
-recipes; `<!-- changelog -->` CHANGELOG.md. Pages that live beside the code (`OUTSIDE`) become pages of the site,
-and links to them, which lead out of docs/ on a forge, lead to those pages.
+`<!-- commands -->` in a page becomes the reference of all commands, from their parsers; `<!-- recipes -->` tables of
+all recipes; `<!-- changelog -->` CHANGELOG.md. Pages that live beside the code (`OUTSIDE`) become pages of the
+site, and links to them, which lead out of docs/ on a forge, lead to those pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 
 from pale import recipes
 from pale.cli import _parser
-from pale.cli_parser import commands_of, grouped, metavar, shown_default, walk
+from pale.cli_parser import choices, commands_of, grouped, metavar, shown_default, walk
 from pale.cli_train import OVERRIDDEN
 
 ROOT = Path(__file__).parent.parent
@@ -95,11 +95,13 @@ def recipe_tables() -> str:
 def commands() -> str:
     """Every command with its arguments and options, in the order of `pale --help`."""
     parser = _parser()
-    parts = ["| | |", "| --- | --- |"]
+    parts = ["| | command | |", "| --- | --- | --- |"]
     leaves = {" ".join(path): p for path, p in walk(parser) if not commands_of(p)}
     for title, names in grouped(parser).items():
         for name in names:
-            parts.append(f"| [`pale {name}`](#pale-{name}) | {title} |")
+            first = f"**{title}**" if name == names[0] else ""
+            line = escaped(choices(parser)[name].help or "")
+            parts.append(f"| {first} | [`pale {name}`](#pale-{name}) | {line} |")
     for names in grouped(parser).values():
         for name in names:
             inner = [full for full in leaves if full == name or full.startswith(f"{name} ")]
