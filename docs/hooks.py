@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 
 from pale import recipes
 from pale.cli import _parser
-from pale.cli_parser import choices, commands_of, grouped, metavar, shown_default, walk
+from pale.cli_parser import Help, choices, commands_of, grouped, metavar, shown_default, walk
 from pale.cli_train import OVERRIDDEN
 
 ROOT = Path(__file__).parent.parent
@@ -85,7 +85,8 @@ def recipe_tables() -> str:
         parts += ["| recipe | what | length | batch |", "| --- | --- | --- | --- |"]
         for name in names:
             recipe = recipes.get(name)
-            length = f"{recipe.epochs} epochs" if recipe.steps is None else f"{recipe.steps} steps"
+            count, unit = (recipe.steps, "step") if recipe.steps else (recipe.epochs, "epoch")
+            length = f"{count} {unit}{'s' * (count != 1)}"
             about = " ".join(escaped(recipe.about).split())
             parts.append(f"| `{name}` | {about} | {length} | {recipe.batch} |")
         parts.append("")
@@ -118,8 +119,9 @@ def commands() -> str:
 def reference(name: str, parser: Any) -> Iterator[str]:
     """One command: what it does, its usage, a table of what it takes, and what its help ends with."""
     yield from (escaped(parser.description), "")
-    usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
-    yield from ("```text", usage, "```", "", "| | |", "| --- | --- |")
+    formatter = Help(parser.prog, width=84)
+    formatter.add_usage(None, parser._actions, parser._mutually_exclusive_groups, prefix="")
+    yield from ("```text", formatter.format_help().strip(), "```", "", "| | |", "| --- | --- |")
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction):
             continue
@@ -133,7 +135,7 @@ def reference(name: str, parser: Any) -> Iterator[str]:
         lines, _, after = f"  {examples}".partition("\n\n")
         yield from ("", "```bash", *(line.strip() for line in lines.splitlines()), "```")
         if after:
-            yield from ("", "```text", after, "```")
+            yield from ("", escaped(after))
 
 
 def signature(action: argparse.Action) -> str:

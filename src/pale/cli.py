@@ -25,7 +25,7 @@ EPILOG = """examples:
   pale train quickstart                          train on generated pictures, minutes on a CPU
   pale train small_data.pale_t --data.root DIR   train on your own pictures
   pale view attention photo.jpg -o look.html     see what a model looks at
-  eval "$(pale completion bash)"                 complete commands and options with TAB
+  pale completion --help                         complete commands and options with TAB
 
 pale COMMAND --help tells about one command."""
 

@@ -10,13 +10,14 @@ from typing import Any
 from . import cli_parser
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-EPILOG = """Put one of these lines into the start-up file of your shell:
-  eval "$(pale completion bash)"                        ~/.bashrc
-  eval "$(pale completion zsh)"                         ~/.zshrc, after compinit
-  pale completion fish | source                         ~/.config/fish/config.fish
+EPILOG = """Making the script takes some seconds, completing takes none. Make it once, and again after an update:
+  mkdir -p ~/.local/share/bash-completion/completions ~/.config/fish/completions ~/.zfunc
+  pale completion bash > ~/.local/share/bash-completion/completions/pale
+  pale completion fish > ~/.config/fish/completions/pale.fish
+  pale completion zsh > ~/.zfunc/_pale
 
-Making the script takes some seconds, completing takes none. To make it once:
-  pale completion bash > ~/.local/share/bash-completion/completions/pale"""
+zsh needs `fpath+=~/.zfunc` before `compinit` in ~/.zshrc. bash without the package bash-completion takes
+`source ~/.local/share/bash-completion/completions/pale` in ~/.bashrc."""
 
 
 def add_command(commands: Any) -> None:

@@ -193,9 +193,12 @@ def take_overrides(argv: Sequence[str], known: Iterable[str]) -> tuple[list[str]
             if value.startswith("--"):
                 raise ValueError(f"--{name} needs a value: --{name} VALUE")
         try:
-            overrides[name] = yaml.safe_load(value)
+            read = yaml.safe_load(value)
         except yaml.YAMLError:
-            overrides[name] = value
+            read = value
+        # "{split}" is a place for a word, not a mapping without values.
+        empty = isinstance(read, dict) and read and not any(v is not None for v in read.values())
+        overrides[name] = value if empty else read
     return rest, overrides
 
 
