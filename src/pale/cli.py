@@ -35,9 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         args = parse(words)
-        if args.run is not cli_completion.run:
-            # Registers our models with timm; importing PyTorch takes seconds, so it waits until here.
-            from . import pale_transformer  # noqa: F401
+        # Registers our models with timm; importing PyTorch takes seconds, so it waits until here.
+        from . import pale_transformer  # noqa: F401
+
         code: int = args.run(args) or 0
         sys.stdout.flush()
         return code

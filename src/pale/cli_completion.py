@@ -45,12 +45,10 @@ def enriched(parser: Any) -> Any:
     from .cli_train import OVERRIDDEN
     from .pale_transformer import VARIANTS
     from .recipes import RECIPES
-    from .recipes.schema import Classification, Detection, Segmentation
+    from .recipes.schema import KINDS
     from .settings import names
 
-    settings = dict.fromkeys(
-        n for kind in (Classification, Segmentation, Detection) for n in names(kind)
-    )
+    settings = dict.fromkeys(name for kind in KINDS.values() for name in names(kind))
     known: dict[str, list[str]] = {
         "recipe": list(RECIPES),
         "name": list(RECIPES),
