@@ -170,7 +170,7 @@ def predict(args: argparse.Namespace, recipe: Detection | None) -> None:
 def _convert(args: argparse.Namespace) -> None:
     from .data.instances import convert
 
-    content = convert(args.images, args.masks, args.classes, args.divisor)
+    content = convert(args.images, args.masks, args.classes, args.divisor, shown(args.json))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(content))
     counts = {part: len(content[part]) for part in ("images", "annotations", "categories")}
