@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: .venv/core
 	$(BIN)/pale doctor
@@ -14,6 +14,9 @@ demo: .venv/core
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+docs: .venv/dev
+	$(BIN)/mkdocs build --strict
 
 lint: .venv/dev
 	$(BIN)/ruff check .
@@ -32,4 +35,4 @@ lint: .venv/dev
 	touch .venv/core $@
 
 clean:
-	rm -rf .venv build dist runs
+	rm -rf .venv build dist runs site

@@ -1,13 +1,18 @@
 """The command line as a user types it: real processes for the entry points, `main` for the rest."""
 
 import json
+import os
+import pty
+import signal
 import subprocess
 import sys
 
 import pytest
 from PIL import Image
 
-from pale.cli import main
+import pale
+from pale.cli import _parser, main, parse
+from pale.cli_parser import grouped, walk
 
 
 def run(capsys, *argv):
@@ -142,12 +147,202 @@ def test_bad_values_are_one_clear_line(capsys, argv, message):
     [
         (["cost", "--papre"], "did you mean --paper?"),
         (["doctr"], "did you mean doctor?"),
+        (["data", "checkx", "x"], "did you mean check?"),
+        (["token-labels", "makee"], "did you mean make?"),
+        (["bench", "op", "--stage", "1", "--peices", "mlp"], "did you mean --pieces?"),
         ([], "COMMAND"),
     ],
-    ids=["option", "command", "nothing"],
+    ids=["option", "command", "inner", "labels", "inner option", "nothing"],
 )
 def test_misspelt_options_and_commands_name_the_nearest(capsys, argv, hint):
     with pytest.raises(SystemExit) as exit_:
         main(argv)
     assert exit_.value.code == 2
     assert hint in capsys.readouterr().err
+
+
+COMMANDS = {" ".join(path): parser for path, parser in walk(_parser())}
+
+
+def test_every_command_has_its_place_in_the_help():
+    groups = grouped(_parser())
+    assert list(groups) == ["start", "train", "use", "measure"]
+    assert "bench op" not in [name for names in groups.values() for name in names]
+    text = _parser().format_help()
+    for names in groups.values():
+        for name in names:
+            assert f"\n  {name} " in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_and_option_is_explained(name):
+    parser = COMMANDS[name]
+    assert parser.description
+    assert parser.description.endswith(".")
+    text = " ".join(parser.format_help().split())
+    for action in parser._actions:
+        assert action.help or not (action.option_strings or action.nargs != "A..."), action
+        default = action.default
+        if action.option_strings and isinstance(default, int | float) and default is not False:
+            assert f"default {default:g}" in text
+
+
+def test_models_may_stand_where_a_sub_command_of_bench_does():
+    assert parse(["bench"]).models == []
+    assert parse(["bench", "pale_nano", "--batch", "1"]).models == ["pale_nano"]
+    assert parse(["bench", "models", "pale_nano"]).models == ["pale_nano"]
+    assert parse(["bench", "--mode", "compiled"]).mode == ["compiled"]
+    assert parse(["bench", "op"]).model == "pale_tiny"
+    args = parse(["bench", "data", "quickstart", "--data.workers", "2"])
+    assert (args.recipe, args.overrides) == ("quickstart", {"data.workers": 2})
+    args = parse(["token-labels", "make", "--model", "x", "--output", "y", "--data.root", "z"])
+    assert args.overrides == {"data.root": "z"}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["doctr"]])
+def test_help_and_errors_do_not_wait_for_pytorch(words):
+    command = [sys.executable, "-X", "importtime", "-m", "pale", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "pale.cli" in loaded
+    assert not {"torch", "timm", "numpy"} & loaded
+
+
+@pytest.mark.parametrize(
+    ("started", "typed", "command"),
+    [
+        (["/usr/bin/pale", "train"], ["python", "/usr/bin/pale", "train"], True),
+        (["C:/pale.exe"], ["python", "C:/pale.exe"], True),
+        (["-m", "train"], ["python", "-u", "-m", "pale", "train"], True),
+        (["-m"], ["python", "-m", "theirs.train", "pale"], False),
+        (["theirs.py", "pale"], ["python", "theirs.py", "pale"], False),
+        (["-c"], ["python", "-c", "import pale"], False),
+        ([""], ["python"], False),
+        ([], [], False),
+    ],
+)
+def test_only_the_command_itself_waits_with_importing_pytorch(started, typed, command):
+    assert pale._is_command(started, typed) is command
+
+
+BASH = """
+source /dev/stdin <<< "$SCRIPT"
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
+"$(complete -p pale | sed 's/.*-F \\([^ ]*\\).*/\\1/')" pale "${@: -1}" "${@: -2:1}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def bash_script():
+    # Not capsys: that is of one test.
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    with redirect_stdout(StringIO()) as out:
+        assert main(["completion", "bash"]) == 0
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("tr", {"train"}),
+        ("train quickstart.", {"quickstart.segmentation", "quickstart.detection"}),
+        ("train --data.ro", {"--data.root"}),
+        ("train --res", {"--resume"}),
+        ("eval --protocol ", {"single", "multi", "both"}),
+        ("bench ", {"models", "op", "data"}),
+        ("bench op --pi", {"--pieces"}),
+        ("data c", {"check", "coco"}),
+        ("info pale_", {"pale_nano", "pale_tiny", "pale_small", "pale_base"}),
+        ("completion ", {"bash", "zsh", "fish", "tcsh"}),
+    ],
+)
+def test_bash_completes(bash_script, line, expected):
+    words = ["pale", *line.split(" ")]
+    done = subprocess.run(
+        ["bash", "--norc", "-c", BASH, "bash", *words],
+        env=os.environ | {"SCRIPT": bash_script},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = set(done.stdout.split())
+    assert expected <= found
+    if not line.endswith(" "):
+        assert all(word.startswith(words[-1]) for word in found)
+        assert found == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish", "tcsh"])
+def test_other_shells_get_a_script_with_commands_and_recipes(capsys, shell):
+    code, out, _ = run(capsys, "completion", shell)
+    assert code == 0
+    assert "token-labels" in out
+    assert "small_data.pale_nano" in out
+
+
+def pictures(folder, count, side):
+    for split in ("train", "val"):
+        for label in ("a", "b"):
+            (folder / split / label).mkdir(parents=True)
+            path = folder / split / label / "0.png"
+            Image.effect_noise((side, side), 64).save(path, compress_level=0)
+            for i in range(1, count):
+                os.link(path, path.with_name(f"{i}.png"))
+
+
+def read_until(terminal, text=None):
+    found = b""
+    while text is None or text not in found:
+        try:
+            found += os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            break
+    return found
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_one_line_and_130(tmp_path):
+    pictures(tmp_path, 500, 600)
+    people, terminal = pty.openpty()
+    command = [sys.executable, "-m", "pale", "data", "check", tmp_path, "--workers", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=terminal, start_new_session=True
+    ) as process:
+        os.close(terminal)
+        assert b"reading" in read_until(people, b"reading")  # the bar is there, so it is at work
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+        after = read_until(people)
+        os.close(people)
+        assert process.wait(timeout=60) == 130
+        assert after.endswith(b"pale: stopped by Ctrl-C\r\n")
+        assert b"Traceback" not in after
+        assert process.stdout.read() == b""
+
+
+def test_progress_is_for_the_terminal_and_results_for_the_file(capsys, monkeypatch, tmp_path):
+    pictures(tmp_path, 2, 40)
+    people, terminal = pty.openpty()
+    with open(terminal, "w") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        code, out, _ = run(capsys, "data", "pack", tmp_path, tmp_path / "out")
+    shown = read_until(people)
+    os.close(people)
+    assert code == 0
+    assert b"packing train" in shown
+    assert out.splitlines()[:2] == [
+        "train: 4 pictures in 1 shards",
+        "val: 4 pictures in 1 shards",
+    ]
+
+
+@pytest.mark.parametrize("words", [["recipes", "--json"], ["completion", "tcsh"]])
+def test_a_reader_that_has_enough_is_no_error(capsys, monkeypatch, words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main(words) == 141
+    assert capsys.readouterr().err == ""

@@ -149,12 +149,22 @@ def test_settings_are_told_from_options():
             "--d",
             "null",
             "--e=a: [",
+            "--f",
+            "{split}",
+            "--g={a: 1}",
             "-h",
         ],
         ["--output"],
     )
     assert rest == ["train", "x", "--output", "o", "-h"]
-    assert overrides == {"a.b": "1e-3", "c": [1, 2], "d": None, "e": "a: ["}
+    assert overrides == {
+        "a.b": "1e-3",
+        "c": [1, 2],
+        "d": None,
+        "e": "a: [",
+        "f": "{split}",
+        "g": {"a": 1},
+    }
 
 
 def test_help_of_train_tells_about_settings(capsys):

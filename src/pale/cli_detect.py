@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from .progress import shown
+
 if TYPE_CHECKING:
     from .recipes.schema import Detection
 
@@ -18,17 +20,26 @@ if TYPE_CHECKING:
 def add_check(check: Any) -> None:
     """Options of `pale data check` for COCO's json."""
     check.add_argument(
-        "--annotations", help="objects: COCO's json under the root, {split} in it; with --images"
+        "--annotations",
+        metavar="FILE",
+        help="objects: COCO's json under the root, {split} in it; with --images",
     )
 
 
 def add_convert(add: Any, kinds: Any) -> None:
     """Add `pale data coco`."""
     coco = add(kinds, "coco", _convert, "write COCO's json from pictures and instance masks")
-    coco.add_argument("images", type=Path, help="folder of pictures")
-    coco.add_argument("masks", type=Path, help="folder of masks: each value above 0 is an object")
-    coco.add_argument("-o", "--output", type=Path, required=True, help="the json")
-    coco.add_argument("--classes", nargs="+", default=["object"], help="names (default: object)")
+    coco.add_argument("images", type=Path, metavar="IMAGES", help="folder of pictures")
+    coco.add_argument(
+        "masks",
+        type=Path,
+        metavar="MASKS",
+        help="folder of masks: each value above 0 is an object",
+    )
+    coco.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="the json to write"
+    )
+    coco.add_argument("--classes", nargs="+", default=["object"], help="their names")
     coco.add_argument(
         "--divisor",
         type=int,
@@ -49,7 +60,7 @@ def check(args: argparse.Namespace) -> int:
         splits[split] = (paths[0], paths[1])
         if "{split}" not in args.annotations:
             break
-    found = check_instances(splits, args.workers or cores())
+    found = check_instances(splits, args.workers or cores(), shown(args.json))
     if args.json:
         sys.stdout.write(json.dumps(found.plain(), indent=1) + "\n")
         return 0 if found.good else 1
@@ -81,7 +92,8 @@ def evaluate(args: argparse.Namespace, recipe: Detection, weights: Any) -> None:
     from .train.distributed import join
 
     with join(args.device) as world:
-        figures, metric = evaluate(recipe, weights, args.weights, world)
+        track = shown(args.json, world.main)
+        figures, metric = evaluate(recipe, weights, args.weights, world, track=track)
         if not world.main:
             return
     folder = args.output or (args.weights / "evaluation" if args.weights.is_dir() else None)
@@ -125,7 +137,7 @@ def told(recipe: Detection) -> str:
 def _convert(args: argparse.Namespace) -> None:
     from .data.instances import convert
 
-    content = convert(args.images, args.masks, args.classes, args.divisor)
+    content = convert(args.images, args.masks, args.classes, args.divisor, shown(args.json))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(content))
     counts = {part: len(content[part]) for part in ("images", "annotations", "categories")}

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from .progress import shown
 
 if TYPE_CHECKING:
     from .predict import Failed, Prediction, Predictor
@@ -126,15 +125,14 @@ def _pictures(
     from .predict import Failed
 
     stems = {str(path): stem for path, stem in found}
-    with _Progress(len(found), plain) as step:
-        for said in predictor.stream(path for path, _ in found):
-            step()
-            if isinstance(said, Failed):
-                failed.append(said)
-                continue
-            if folder is not None:
-                folder.add(said, stems[said.name])
-            yield said
+    stream = predictor.stream(path for path, _ in found)
+    for said in shown(plain)(stream, "predicting", len(found)):
+        if isinstance(said, Failed):
+            failed.append(said)
+            continue
+        if folder is not None:
+            folder.add(said, stems[said.name])
+        yield said
 
 
 def _film(
@@ -146,13 +144,15 @@ def _film(
 ) -> int:
     """A video's frames, as lines and as a film of the drawn ones; how many."""
     from .predict import Failed
-    from .predict.video import Film, frames, rate
+    from .predict.video import Film, frames, read_about
 
     done = 0
     try:
         target = (args.output or Path()) / f"{path.stem}_predicted.mp4"
-        with Film(target, rate(path) / args.every) as film, _Progress(None, args.json) as step:
-            for frame in frames(path, args.every):
+        about = read_about(path)
+        with Film(target, about.rate / args.every) as film:
+            every = frames(path, args.every)
+            for frame in shown(args.json)(every, path.name, about.frames // args.every):
                 said = predictor(frame.picture, str(path))
                 where = {"frame": frame.number, "seconds": round(frame.seconds, 3)}
                 if folder is not None:
@@ -160,7 +160,6 @@ def _film(
                     if folder.drawn:
                         film.add(said.draw())
                 done += 1
-                step()
                 _tell(said, args.json, where)
     except ValueError as error:
         failed.append(Failed(str(path), str(error)))
@@ -173,31 +172,6 @@ def _tell(said: Prediction, plain: bool, where: dict[str, Any] | None = None) ->
         return
     at = f", {where['seconds']:.2f} s" if where else ""
     sys.stdout.write(f"{said.name}{at}: {said.words()}\n")
-
-
-class _Progress:
-    """A bar on a terminal's stderr for more than a few pictures; else nothing."""
-
-    def __init__(self, total: int | None, quiet: bool) -> None:
-        console = Console(stderr=True)
-        shown = console.is_terminal and not quiet and (total is None or total > 2)
-        self._bar = Progress(
-            TextColumn("predicting"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not shown,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> Callable[[], None]:
-        self._bar.start()
-        return lambda: self._bar.advance(self._task)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
 
 def _kept(output: Path | None) -> str:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from .progress import shown
+
 if TYPE_CHECKING:
     from .recipes.schema import Segmentation
 
@@ -17,9 +19,11 @@ if TYPE_CHECKING:
 def add_check(check: Any) -> None:
     """Options of `pale data check` for images with masks."""
     check.add_argument("--recipe", help="masks: a segmentation recipe that says what lies where")
-    check.add_argument("--images", help="masks: folder of pictures, under the root")
-    check.add_argument("--masks", help="masks: folder of masks, under the root")
-    check.add_argument("--classes", help="masks: class list, under the root")
+    check.add_argument(
+        "--images", metavar="DIR", help="masks, objects: folder of pictures, under the root"
+    )
+    check.add_argument("--masks", metavar="DIR", help="masks: folder of masks, under the root")
+    check.add_argument("--classes", metavar="FILE", help="masks: class list, under the root")
     check.add_argument("--ignore", type=int, nargs="+", help="masks: values that are no label")
     check.add_argument("--reduce-zero", action="store_true", help="masks: classes count from 1")
 
@@ -45,7 +49,7 @@ def check(args: argparse.Namespace) -> int:
     given |= {"reduce_zero": True if args.reduce_zero else None}
     data = recipe.override({f"data.{n}": v for n, v in given.items() if v is not None}).data
     splits = {data.train: data.train_source(recipe.seed), data.val: data.val_source(recipe.seed)}
-    found = check_masks(splits, args.workers or cores())
+    found = check_masks(splits, args.workers or cores(), shown(args.json))
     if args.json:
         sys.stdout.write(json.dumps(found.plain(), indent=1) + "\n")
         return 0 if found.good else 1
@@ -79,7 +83,8 @@ def evaluate(args: argparse.Namespace, recipe: Segmentation, weights: Any) -> No
 
     found = []
     with join(args.device) as world:
-        for each in evaluate(recipe, weights, args.weights, world, args.protocol):
+        track = shown(args.json, world.main)
+        for each in evaluate(recipe, weights, args.weights, world, args.protocol, track=track):
             found.append(each)
             if world.main and not args.json:
                 figures, paper = each.figures, ""

@@ -15,59 +15,82 @@ from rich.console import Console
 from rich.table import Table
 
 from . import cli_detect, cli_predict, cli_segment
+from .cli_parser import add_group
+from .progress import shown
 
 # Commands that take the settings of a recipe as options.
 OVERRIDDEN = ("train", "eval", "bench data", "token-labels make")
 
+DEVICE = "where to run (default: cuda where there is one)"
+
 Run = Callable[[argparse.Namespace], int | None]
 
 
-def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> None:
-    """Add the commands; `add(commands, name, run, help)` makes a parser."""
+def add_commands(commands: Any, benches: Any, add: Callable[[Any, str, Run, str], Any]) -> None:
+    """Add the commands, and to `pale bench` that of data; `add(commands, name, run, help)` makes a parser."""
 
     def command(name: str, run: Run, help_: str) -> Any:
         return add(commands, name, run, help_)
 
-    recipes = command("recipes", _recipes, "list the recipes, or show one")
+    recipes = command("recipes", _recipes, "list what can be trained, or show one recipe")
     recipes.add_argument("show", nargs="?", choices=["show"], help="show one recipe as YAML")
     recipes.add_argument("name", nargs="?", help="for example imagenet.pale_t")
+    recipes.epilog = "examples:\n  pale recipes\n  pale recipes show small_data.pale_t"
 
     train = command("train", _train, "train by a recipe, or go on with a run")
-    train.add_argument("recipe", nargs="?", help="a recipe: pale recipes lists them")
-    train.add_argument("--config", type=Path, help="a recipe file, such as a run's recipe.yaml")
+    train.add_argument("recipe", nargs="?", metavar="RECIPE", help="`pale recipes` lists them")
+    train.add_argument(
+        "--config", type=Path, metavar="FILE", help="a recipe file, such as a run's recipe.yaml"
+    )
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run")
     # Not --run: torchrun would take it for an abbreviation of its own --run-path.
-    train.add_argument("--output", type=Path, help="the run's folder, by default runs/RECIPE")
+    train.add_argument(
+        "--output", type=Path, metavar="DIR", help="the run's folder (default runs/RECIPE)"
+    )
     train.add_argument(
         "--init", type=Path, metavar="FILE", help="start the backbone from a classifier's weights"
     )
-    train.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    train.add_argument("--device", choices=["cpu", "cuda"], help=DEVICE)
     train.epilog = (
-        "Every setting of a recipe is an option too: --data.root DIR --optim.lr 1e-3 --epochs 10."
+        "Every setting of a recipe is an option too: --data.root DIR --optim.lr 1e-3 --epochs 10. "
+        "`pale recipes show RECIPE` prints them all.\n\nexamples:\n"
+        "  pale train quickstart\n"
+        "  pale train small_data.pale_t --data.root DIR --output runs/mine\n"
+        "  pale train --resume runs/mine\n"
+        "  torchrun --nproc-per-node 8 -m pale train imagenet.pale_t --data.root DIR"
     )
 
     eval_ = command("eval", _eval, "evaluate a run or weights on the validation set")
-    eval_.add_argument("weights", type=Path, help="a run's folder, or a .safetensors file of one")
+    eval_.add_argument(
+        "weights", type=Path, metavar="RUN", help="a run's folder, or a .safetensors file of one"
+    )
     eval_.add_argument("--recipe", help="for foreign weights: the recipe that says model and data")
-    eval_.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    eval_.add_argument("--batch-size", type=int, default=64, help="images at a time (default 64)")
+    eval_.add_argument("--device", choices=["cpu", "cuda"], help=DEVICE)
+    eval_.add_argument(
+        "--batch-size", type=int, default=64, help="classification: images at a time"
+    )
     eval_.add_argument(
         "--protocol",
         choices=["single", "multi", "both"],
         default="both",
-        help="segmentation: one scale, several scales with flip, or both (default)",
+        help="segmentation: one scale, several scales with flip, or both",
     )
     eval_.add_argument(
         "-o",
         "--output",
         type=Path,
-        help="segmentation, detection: folder for JSON and tables (RUN/evaluation)",
+        metavar="DIR",
+        help="segmentation, detection: folder for JSON and tables (default RUN/evaluation)",
     )
-    eval_.epilog = "Settings of the recipe are options too: --data.root DIR --data.size 384."
+    eval_.epilog = (
+        "Settings of the recipe are options too.\n\nexamples:\n"
+        "  pale eval runs/mine\n"
+        "  pale eval runs/mine --data.root OTHER --data.size 384"
+    )
 
-    bench = command("bench data", _bench_data, "measure how fast a recipe's pictures are read")
-    bench.add_argument("recipe", help="a recipe: pale recipes lists them")
-    bench.add_argument("--seconds", type=float, default=20.0, help="to measure (default 20)")
+    bench = add(benches, "data", _bench_data, "measure how fast a recipe's pictures are read")
+    bench.add_argument("recipe", metavar="RECIPE", help="`pale recipes` lists them")
+    bench.add_argument("--seconds", type=float, default=20.0, help="to measure")
     bench.epilog = "Settings of the recipe are options: --data.root DIR --data.workers 16."
     cli_predict.add_predict(command)
 
@@ -75,49 +98,82 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
     report.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
 
     features = command("features", _features, "write the embeddings of a folder of images")
-    features.add_argument("weights", type=Path, help="a run's folder, or a .safetensors file")
-    features.add_argument("root", type=Path, help="holds <class>/<picture>")
-    features.add_argument("-o", "--output", type=Path, required=True, help="out.safetensors")
+    features.add_argument(
+        "weights", type=Path, metavar="RUN", help="a run's folder, or a .safetensors file"
+    )
+    features.add_argument("root", type=Path, metavar="DIR", help="holds <class>/<picture>")
+    features.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="out.safetensors"
+    )
     features.add_argument("--recipe", help="for foreign weights: the recipe that says the model")
-    features.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    features.add_argument("--workers", type=int, default=0, help="reading processes (default 0)")
+    features.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where the model runs"
+    )
+    features.add_argument("--workers", type=int, default=0, help="reading processes")
 
     probe = command("probe", _probe, "fit and score a linear classifier on features")
-    probe.add_argument("train", type=Path, help="features to fit on")
-    probe.add_argument("val", type=Path, help="features to score on")
+    probe.add_argument("train", type=Path, metavar="TRAIN", help="features to fit on")
+    probe.add_argument("val", type=Path, metavar="VAL", help="features to score on")
 
-    make = command(
-        "token-labels make", _token_labels, "write a teacher's dense labels for training"
+    labels = add_group(commands, "token-labels", "make dense labels for the starred recipes")
+    make = add(labels, "make", _token_labels, "write a teacher's dense labels for training")
+    make.add_argument(
+        "--model", required=True, metavar="MODEL", help="a run, or a classifier of timm's"
     )
-    make.add_argument("--model", required=True, help="a run, or a classifier of timm's")
-    make.add_argument("--weights", type=Path, help="of timm's model (default: timm's own)")
-    make.add_argument("--output", type=Path, required=True, help="the store; a begun one goes on")
+    make.add_argument(
+        "--weights", type=Path, metavar="FILE", help="of timm's model (default: timm's own)"
+    )
+    make.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the store; a begun one goes on",
+    )
     make.add_argument("--size", type=int, help="side the pictures get (default: the teacher's)")
-    make.add_argument("--k", type=int, default=5, help="classes at each place (default 5)")
-    make.add_argument("--shard", type=int, default=4096, help="pictures a file (default 4096)")
-    make.add_argument("--batch-size", type=int, default=64, help="pictures at a time (default 64)")
+    make.add_argument("--k", type=int, default=5, help="classes at each place")
+    make.add_argument("--shard", type=int, default=4096, help="pictures a file")
+    make.add_argument("--batch-size", type=int, default=64, help="pictures at a time")
     make.add_argument(
         "--part", default="0/1", metavar="I/N", help="every N-th shard, for N machines"
     )
     make.add_argument("--seed", type=int, default=0, help="of the run: picks hold-out and scenes")
-    make.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    make.epilog = "Which pictures: --data.root DIR, --data.kind, --data.train, ... as in a recipe."
+    make.add_argument("--device", choices=["cpu", "cuda"], help=DEVICE)
+    make.epilog = (
+        "Which pictures: --data.root DIR, --data.kind, --data.train, ... as in a recipe.\n\nexample:\n"
+        "  pale token-labels make --model runs/teacher --data.root DIR --output labels"
+    )
 
-    data = commands.add_parser("data", help="look after data sets")
-    kinds = data.add_subparsers(required=True, metavar="WHAT", parser_class=type(data))
-    check = add(kinds, "check", _check, "find what is wrong with a folder of images")
-    check.add_argument("root", type=Path, help="holds train/<class>/<picture> and val/...")
-    check.add_argument("--splits", nargs="+", default=["train", "val"], help="default: train val")
-    check.add_argument("--sheet", type=Path, help="also draw some pictures of each class: out.png")
+    kinds = add_group(commands, "data", "check and convert data sets before training")
+    check = add(kinds, "check", _check, "find what is wrong with pictures, masks or boxes")
+    check.add_argument(
+        "root", type=Path, metavar="DIR", help="holds train/<class>/<picture> and val/..."
+    )
+    check.add_argument(
+        "--splits", nargs="+", default=["train", "val"], metavar="NAME", help="folders to look into"
+    )
+    check.add_argument(
+        "--sheet", type=Path, metavar="FILE", help="also draw some pictures of each class: out.png"
+    )
     check.add_argument("--workers", type=int, help="processes (default: one a core)")
     cli_segment.add_check(check)
     cli_detect.add_check(check)
     cli_detect.add_convert(add, kinds)
     pack = add(kinds, "pack", _pack, "pack folders of images into tar shards")
-    pack.add_argument("root", type=Path, help="holds train/<class>/<picture> and val/...")
-    pack.add_argument("output", type=Path, help="folder for the shards")
-    pack.add_argument("--splits", nargs="+", default=["train", "val"], help="default: train val")
-    pack.add_argument("--shard-mb", type=float, default=256, help="size of a shard (default 256)")
+    pack.add_argument(
+        "root", type=Path, metavar="DIR", help="holds train/<class>/<picture> and val/..."
+    )
+    pack.add_argument("output", type=Path, metavar="OUT", help="folder for the shards")
+    pack.add_argument(
+        "--splits", nargs="+", default=["train", "val"], metavar="NAME", help="folders to pack"
+    )
+    pack.add_argument("--shard-mb", type=float, default=256, help="size of a shard, in MiB")
+    check.epilog = (
+        "examples:\n"
+        "  pale data check DIR --sheet sheet.png\n"
+        "  pale data check DIR --images images --masks masks --classes classes.txt\n"
+        "  pale data check DIR --images '{split}' --annotations 'annotations/{split}.json'"
+    )
 
 
 def take_overrides(argv: Sequence[str], known: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
@@ -137,9 +193,12 @@ def take_overrides(argv: Sequence[str], known: Iterable[str]) -> tuple[list[str]
             if value.startswith("--"):
                 raise ValueError(f"--{name} needs a value: --{name} VALUE")
         try:
-            overrides[name] = yaml.safe_load(value)
+            read = yaml.safe_load(value)
         except yaml.YAMLError:
-            overrides[name] = value
+            read = value
+        # "{split}" is a place for a word, not a mapping without values.
+        empty = isinstance(read, dict) and read and not any(v is not None for v in read.values())
+        overrides[name] = value if empty else read
     return rest, overrides
 
 
@@ -245,7 +304,8 @@ def _eval(args: argparse.Namespace) -> None:
         model = task.model()
         weight_files.put(model, weights, args.weights, new_head=False)
         evaluation = Evaluation(task, world, args.batch_size, recipe.workers)
-        figures, _ = evaluation.run(model.to(world.device), None)
+        track = shown(args.json, world.main)
+        figures, _ = evaluation.run(model.to(world.device), None, track)
         if not world.main:
             return
     reported = recipe.reported.top1 if recipe.reported else None
@@ -263,7 +323,9 @@ def _bench_data(args: argparse.Namespace) -> None:
     from .bench_data import measure
     from .recipes import get
 
-    found = measure(get(args.recipe).override(args.overrides), args.seconds)
+    recipe = get(args.recipe).override(args.overrides)
+    with Console(stderr=True).status(f"reading pictures for {args.seconds:g} s"):
+        found = measure(recipe, args.seconds)
     if args.json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return
@@ -293,6 +355,7 @@ def _features(args: argparse.Namespace) -> None:
         recipe.data.crop,
         workers=args.workers,
         device=args.device,
+        track=shown(args.json),
     )
     found.save(args.output)
     count, width = found.vectors.shape
@@ -343,6 +406,7 @@ def _token_labels(args: argparse.Namespace) -> None:
         device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         part=(int(part[0]), int(part[1])),
         tell=(lambda line: None) if args.json else _say,
+        track=shown(args.json),
     )
     if args.json:
         sys.stdout.write(json.dumps(asdict(made) | {"classes": len(made.classes)}, indent=1) + "\n")
@@ -365,7 +429,7 @@ def _check(args: argparse.Namespace) -> int:
         return cli_detect.check(args)
     if cli_segment.wants_masks(args):
         return cli_segment.check(args)
-    found = check(args.root, tuple(args.splits), args.workers)
+    found = check(args.root, tuple(args.splits), args.workers, shown(args.json))
     if args.sheet:
         sheet(args.root, next(iter(found.counts)), args.sheet)
     if args.json:
@@ -398,7 +462,8 @@ def _pack(args: argparse.Namespace) -> None:
         sources[split] = folder(args.root / split, classes)
         classes = sources[split].classes
     for split, source in sources.items():
-        paths = pack(source, args.output, split, int(args.shard_mb * 2**20))
+        size, track = int(args.shard_mb * 2**20), shown(args.json)
+        paths = pack(source, args.output, split, size, track=track)
         written[split] = {"pictures": len(source), "shards": len(paths)}
     if args.json:
         sys.stdout.write(json.dumps(written, indent=1) + "\n")

@@ -20,7 +20,9 @@ def add_export(command: Callable[[str, Run, str], Any]) -> None:
     """Add `pale export`."""
     export = command("export", _export, "write a model as a file that runs without this package")
     export.add_argument("source", metavar="MODEL", help=SOURCE)
-    export.add_argument("-o", "--output", type=Path, required=True, help="model.pt2 or model.onnx")
+    export.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="model.pt2 or model.onnx"
+    )
     export.add_argument(
         "--format",
         metavar="FORMAT",
@@ -28,8 +30,8 @@ def add_export(command: Callable[[str, Run, str], Any]) -> None:
         "default: by the suffix, .pt2 or .onnx",
     )
     export.add_argument("--recipe", help="for foreign weights: the recipe that says the model")
-    export.add_argument("--device", default="cpu", help="aoti: cpu (default) or cuda")
-    export.add_argument("--opset", type=int, default=20, help="of ONNX, 20 (default) or more")
+    export.add_argument("--device", default="cpu", help="aoti: cpu or cuda")
+    export.add_argument("--opset", type=int, default=20, help="of ONNX, 20 or more")
     export.add_argument(
         "--sizes",
         nargs="+",
@@ -48,7 +50,9 @@ def add_export(command: Callable[[str, Run, str], Any]) -> None:
     export.add_argument("--threads", type=int, help="of PyTorch and onnxruntime on the CPU")
     export.epilog = (
         "One file serves every batch and size. It is checked against PyTorch before it is written. "
-        "examples/onnx_predict.py runs an ONNX file without PyTorch."
+        "examples/onnx_predict.py runs an ONNX file without PyTorch.\n\nexamples:\n"
+        "  pale export runs/mine -o model.onnx\n"
+        "  pale export runs/mine --format int8 -o small.onnx --data DIR/val"
     )
 
 
@@ -56,10 +60,12 @@ def add_attention(views: Any) -> None:
     """Add `pale view attention`."""
     attention = views.add_parser(
         "attention",
-        help="what a model looks at in a photo: pales, attention, rollout, Grad-CAM",
+        help="draw what a model looks at in a photo: pales, attention, rollout, Grad-CAM",
         description="Draw what a token of a photo attends to in each stage, with the true weights; where its content "
         "comes from (rollout); and what speaks for a class (Grad-CAM).",
-        epilog="A page (.html) is interactive and needs no server: move over the photo.",
+        epilog="A page (.html) is interactive and needs no server: move over the photo.\n\nexamples:\n"
+        "  pale view attention photo.jpg -o look.html\n"
+        "  pale view attention photo.jpg --weights runs/mine --point 310 180 -o look.png",
     )
     attention.set_defaults(run=_attention, parser=attention)
     attention.add_argument("photo", type=Path, metavar="PHOTO", help="a picture")
@@ -71,16 +77,17 @@ def add_attention(views: Any) -> None:
         help="in pixels of the photo (default: the centre)",
     )
     attention.add_argument(
-        "--weights", default="pale_tiny", metavar="MODEL", help=f"{SOURCE} (pale_tiny, untrained)"
+        "--weights",
+        default="pale_tiny",
+        metavar="MODEL",
+        help=f"{SOURCE} (default pale_tiny, untrained)",
     )
     attention.add_argument("--recipe", help="for foreign weights: the recipe that says the model")
     attention.add_argument(
         "--stage", type=int, help="1 to 4: show its blocks (default: all stages)"
     )
     attention.add_argument("--block", type=int, help="from 1 (default: the last of each stage)")
-    attention.add_argument(
-        "--head", default="mean", help="mean (default), rows, columns, or a number from 1"
-    )
+    attention.add_argument("--head", default="mean", help="mean, rows, columns, or a number from 1")
     attention.add_argument(
         "--class",
         dest="class_name",
@@ -91,7 +98,12 @@ def add_attention(views: Any) -> None:
         "--size", type=int, help="short side as the model sees it (default: as trained, or 224)"
     )
     attention.add_argument(
-        "-o", "--output", type=Path, required=True, help="out.png, or out.html for the page"
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="out.png, or out.html for the page",
     )
     attention.add_argument("--json", action="store_true", help="print JSON")
 

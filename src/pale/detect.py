@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from . import weights as weight_files
+from .progress import Track, silent
 from .recipes.schema import Detection
 from .tasks.detection.metric import AveragePrecision
 from .train.distributed import World
@@ -21,13 +22,14 @@ def evaluate(
     source: Path,
     world: World,
     dtype: torch.dtype | None = None,
+    track: Track = silent,
 ) -> tuple[dict[str, float], AveragePrecision]:
     """Evaluate weights; every process gets the same."""
     task = recipe.task(weights.about.get("classes") or recipe.data.val_source(recipe.seed).classes)
     model = task.model()
     weight_files.put(model, weights, source, new_head=False)
     model.to(world.device)
-    figures, metric = Evaluation(task, world, 1, recipe.workers).run(model, dtype)
+    figures, metric = Evaluation(task, world, 1, recipe.workers).run(model, dtype, track)
     assert isinstance(metric, AveragePrecision)
     return figures, metric
 

@@ -20,6 +20,7 @@ from . import weights as weight_files
 from .data.images import Source
 from .data.labelled import Labelled, batches, collate
 from .data.transforms import eval_transform, normalise
+from .progress import Track, silent
 from .recipes import get
 from .recipes.schema import Classification, parse
 
@@ -87,6 +88,7 @@ def extract(
     batch: int = 64,
     workers: int = 0,
     device: str = "cpu",
+    track: Track = silent,
 ) -> Features:
     """Embeddings of all pictures of a source, in its order."""
     data = Labelled(source, eval_transform(size, crop), seed=0)
@@ -99,7 +101,7 @@ def extract(
     )
     model = model.to(device).eval()
     vectors = []
-    for images in batches(loader):
+    for images in track(batches(loader), "looking", len(loader)):
         maps = model.forward_features(normalise(images["images"].to(device)))  # type: ignore[operator]
         vectors.append(model.forward_head(maps, pre_logits=True).float().cpu())  # type: ignore[operator]
     names = [source.name(index) for index in range(len(source))]

@@ -55,19 +55,30 @@ register_notrace_function(linear)
 
 @dataclass(frozen=True)
 class PaleConfig:
-    """An architecture: one entry for each stage i, in the paper's symbols, and the choices of its ablations."""
+    """An architecture: one entry for each stage i, in the paper's symbols, and the choices of its ablations.
+
+    Attributes:
+        channels: C_i.
+        heads: H_i; both halves together.
+        depths: blocks of each stage.
+        pale_size: S_i, one or one a stage; None is the paper's 7, or 1 for axial.
+        mlp_ratio: R_i.
+        attention: parallel, sequential, vanilla, axial or cross.
+        position: cpe, ape or none.
+        stem_stride: P_1; 2 or 1 suit images of 32 to 64 px.
+        img_size: read by APE alone: the size of its maps.
+        backend: auto, or reference, sdpa, triton.
+    """
 
     channels: tuple[int, ...]  # C_i
     heads: tuple[int, ...]  # H_i
     depths: tuple[int, ...] = (2, 2, 16, 2)
-    pale_size: int | tuple[int, ...] | None = (
-        None  # S_i, one or one a stage; None is the paper's 7, or 1 for axial
-    )
+    pale_size: int | tuple[int, ...] | None = None  # S_i
     mlp_ratio: tuple[float, ...] = (4, 4, 4, 4)  # R_i
     attention: AttentionMode = "parallel"
     position: Position = "cpe"
-    stem_stride: int = 4  # P_1; 2 or 1 suit images of 32 to 64 px
-    img_size: int | tuple[int, int] = 224  # read by APE alone: the size of its maps
+    stem_stride: int = 4  # P_1
+    img_size: int | tuple[int, int] = 224
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import weights as weight_files
+from .progress import Track, silent
 from .recipes.schema import Segmentation
 from .tasks.segmentation.inference import Inference
 from .train.distributed import World
@@ -54,6 +55,7 @@ def evaluate(
     world: World,
     which: str = "both",
     dtype: torch.dtype | None = None,
+    track: Track = silent,
 ) -> Iterator[Evaluated]:
     """Evaluate weights under each protocol; every process gets the same."""
     names = weights.about.get("classes")
@@ -63,7 +65,7 @@ def evaluate(
     model.to(world.device)
     for name, (how, paper) in protocols(recipe, which).items():
         task.test = how
-        figures, metric = Evaluation(task, world, 1, recipe.workers).run(model, dtype)
+        figures, metric = Evaluation(task, world, 1, recipe.workers).run(model, dtype, track)
         yield Evaluated(name, how, figures, metric.details(), paper)
 
 

@@ -23,6 +23,7 @@ from .data.labelled import Labelled, batches, collate, cores
 from .data.token_labels import Manifest, Writer, fingerprint, names_of, pack
 from .data.transforms import resize, to_tensor
 from .features import backbone
+from .progress import Track, silent
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,7 @@ def make(
     device: str = "cpu",
     part: tuple[int, int] = (0, 1),
     tell: Callable[[str], None] = lambda line: None,
+    track: Track = silent,
 ) -> Manifest:
     """Write the token labels of a source, or go on with a store that was begun.
 
@@ -233,6 +235,7 @@ def make(
         device: where the teacher runs.
         part: (i, n): write every n-th shard from the i-th on, for n machines side by side.
         tell: takes a line about each shard.
+        track: shows how far it is.
     """
     classes, names = tuple(source.classes), names_of(source)
     if not 1 <= k <= len(classes):
@@ -256,7 +259,7 @@ def make(
     writer = Writer(output, manifest, names)
     todo = [n for n in writer.missing() if n % part[1] == part[0]]
     data = Labelled(source, Whole(teacher.size, teacher.interpolation), seed=0)
-    for number, records in _shards(teacher, data, manifest, todo, batch, workers, device):
+    for number, records in _shards(teacher, data, manifest, todo, batch, workers, device, track):
         writer.write(number, records)
         left = len(writer.missing())
         tell(f"shard {number + 1} of {manifest.shards} written, {left} to go")
@@ -272,6 +275,7 @@ def _shards(
     batch: int,
     workers: int,
     device: str,
+    track: Track,
 ) -> Iterator[tuple[int, Any]]:
     # Batches begin anew with each shard: going on after a kill sees the same ones, hence gives the same bits.
     pieces = [
@@ -287,7 +291,8 @@ def _shards(
     )
     records: list[Any] = []
     done = 0
-    for (number, keys), images in zip(pieces, batches(loader), strict=True):
+    reading = track(batches(loader), "labelling", len(pieces))
+    for (number, keys), images in zip(pieces, reading, strict=True):
         logits = dense_logits(teacher.model, teacher.normalise(images["images"].to(device)))
         records.append(pack(logits.float().softmax(1), manifest.k))
         done += len(keys)

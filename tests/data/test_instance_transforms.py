@@ -81,7 +81,8 @@ def test_a_resized_image_gives_the_resized_objects(h, w, short):
     np.testing.assert_allclose(tight(seen.masks[0]), expected, atol=1.01)
     blue = seen.pixels[..., 2].astype(int)
     assert (blue[seen.masks[0] > 0] > 40).mean() > 0.98
-    assert min(seen.pixels.shape[:2]) == pytest.approx(short, abs=1)
+    reached = min(short, 400 * min(h, w) / max(h, w))  # the long side may stop it
+    assert min(seen.pixels.shape[:2]) == pytest.approx(reached, abs=1)
 
 
 def test_flipping_twice_is_what_it_was_and_once_its_mirror():

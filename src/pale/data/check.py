@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image, ImageDraw
 
+from ..progress import Track, silent
 from .images import SUFFIXES, UnreadableImageError, read_image
 
 SMALL = 32  # a shorter side is hardly a picture
@@ -85,8 +87,16 @@ def examine(path: str) -> Facts:
     return Facts(size=image.size, digest=digest, flat=bool((pixels == pixels[0, 0]).all()))
 
 
+def _ignore_ctrl_c() -> None:
+    # It reaches the whole group of processes; the main one answers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def check(
-    root: Path, splits: tuple[str, ...] = ("train", "val"), workers: int | None = None
+    root: Path,
+    splits: tuple[str, ...] = ("train", "val"),
+    workers: int | None = None,
+    track: Track = silent,
 ) -> Report:
     """Read every picture of `root/<split>/<class>/` and report what is odd."""
     if not root.is_dir():
@@ -97,8 +107,13 @@ def check(
     report, files = Report(), list(_files(root, splits))
     pictures = [file for file in files if file[3] == "picture"]
     paths = [str(root / split / name) for split, _, name, _ in pictures]
-    with ProcessPoolExecutor(workers) as pool:
-        facts = list(pool.map(examine, paths, chunksize=16))
+    with ProcessPoolExecutor(workers, initializer=_ignore_ctrl_c) as pool:
+        try:
+            reading = pool.map(examine, paths, chunksize=4)
+            facts = list(track(reading, "reading", len(paths)))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     for split in splits:
         classes = sorted(e.name for e in os.scandir(root / split) if e.is_dir())
         found = Counter(label for s, label, _, _ in pictures if s == split)

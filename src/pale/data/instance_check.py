@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..progress import Track, silent
 from . import rle
 from .check import Problem
 from .coco import LEAST_SIDE, read_json
@@ -52,7 +53,9 @@ class InstanceReport:
         }
 
 
-def check_instances(splits: dict[str, tuple[Path, Path]], threads: int = 4) -> InstanceReport:
+def check_instances(
+    splits: dict[str, tuple[Path, Path]], threads: int = 4, track: Track = silent
+) -> InstanceReport:
     """Look at each json with its folder of pictures; the first is the training set."""
     contents = {name: read_json(path) for name, (path, _) in splits.items()}
     first = next(iter(contents.values()))
@@ -64,7 +67,7 @@ def check_instances(splits: dict[str, tuple[Path, Path]], threads: int = 4) -> I
         report.splits[name] = _counts(content, report.classes)
         problems += _of_ids(name, content)
         problems += _of_annotations(name, content)
-        found, sums[name] = _of_pictures(name, content, folder, threads)
+        found, sums[name] = _of_pictures(name, content, folder, threads, track)
         problems += found
     problems += _between(contents, sums)
     problems += _of_classes(report)
@@ -180,7 +183,7 @@ def _box_problem(box: Any, image: dict[str, Any]) -> tuple[str, str]:
 
 
 def _of_pictures(
-    split: str, content: dict[str, Any], folder: Path, threads: int
+    split: str, content: dict[str, Any], folder: Path, threads: int, track: Track
 ) -> tuple[list[Problem], dict[str, str]]:
     """Problems of the files, and a sum of each picture's pixels by file name."""
 
@@ -204,7 +207,12 @@ def _of_pictures(
         return None, None, hashlib.sha256(image.tobytes()).hexdigest(), file
 
     with ThreadPoolExecutor(threads) as pool:
-        seen = list(pool.map(look, content["images"]))
+        try:
+            looking = pool.map(look, content["images"])
+            seen = list(track(looking, f"reading {split}", len(content["images"])))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return [
         Problem("missing pictures", True, "is the folder right?", [m for m, _, _, _ in seen if m]),
         Problem(

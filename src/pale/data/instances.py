@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ..progress import Track, silent
 from . import rle
 from .images import UnreadableImageError, read_image
 from .masks import MASK_SUFFIXES, image_size
@@ -279,7 +280,11 @@ def both(source: InstanceSource, index: int) -> tuple[Image.Image, Instances]:
 
 
 def convert(
-    images: Path, masks: Path, classes: Sequence[str], divisor: int | None = None
+    images: Path,
+    masks: Path,
+    classes: Sequence[str],
+    divisor: int | None = None,
+    track: Track = silent,
 ) -> dict[str, Any]:
     """COCO's json from pictures and instance masks: each value above 0 of a mask is an object.
 
@@ -288,6 +293,7 @@ def convert(
         masks: folder of masks with the same names, 8 or 16 bits, palette or grey.
         classes: names. With one, all objects are of it.
         divisor: a value's class is value // divisor, from 1 on, as in Cityscapes (26001: class 26, object 1).
+        track: shows how far it is.
     """
     from .masks import find_pairs
 
@@ -298,7 +304,8 @@ def convert(
         )
     categories = [{"id": i + 1, "name": name} for i, name in enumerate(classes)]
     content: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
-    for number, (picture, mask_path) in enumerate(find_pairs(images, masks), start=1):
+    pairs = find_pairs(images, masks)
+    for number, (picture, mask_path) in enumerate(track(pairs, "reading", len(pairs)), start=1):
         values = _values(mask_path)
         w, h = image_size(picture)
         if (h, w) != values.shape:

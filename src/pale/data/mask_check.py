@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..progress import Track, silent
 from .check import LONG, SMALL, Problem
 from .masks import MaskSource, Seen, survey
 
@@ -45,11 +46,13 @@ class MaskReport:
         }
 
 
-def check_masks(sources: dict[str, MaskSource], threads: int = 4) -> MaskReport:
+def check_masks(
+    sources: dict[str, MaskSource], threads: int = 4, track: Track = silent
+) -> MaskReport:
     """Read every picture and mask; the first source is the training set."""
     first = next(iter(sources.values()))
     report = MaskReport(list(first.classes.names))
-    seen = {name: survey(source, threads, decode=True) for name, source in sources.items()}
+    seen = {name: survey(source, threads, True, track) for name, source in sources.items()}
     problems: list[Problem] = []
     for split, source in sources.items():
         good = [entry for entry in seen[split] if entry.error is None]

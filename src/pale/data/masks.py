@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ..progress import Track, silent
 from .images import SUFFIXES, UnreadableImageError, read_image
 from .scenes import CLASSES as SHAPES
 from .scenes import Scenes
@@ -410,10 +411,17 @@ def image_size(path: Path) -> tuple[int, int]:
         ) from None
 
 
-def survey(source: MaskSource, threads: int = 8, decode: bool = False) -> list[Seen]:
+def survey(
+    source: MaskSource, threads: int = 8, decode: bool = False, track: Track = silent
+) -> list[Seen]:
     """`examine` all pairs; decoding leaves Python's lock, so threads do."""
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(lambda i: examine(source, i, decode), range(len(source))))
+        try:
+            seen = pool.map(lambda i: examine(source, i, decode), range(len(source)))
+            return list(track(seen, "reading", len(source)))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def require_good(seen: Sequence[Seen]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ..progress import Track, silent
 from .images import SUFFIXES, Files, decode
 
 
@@ -36,7 +37,14 @@ class Index:
     classes: tuple[str, ...]
 
 
-def pack(source: Files, folder: Path, split: str, shard_bytes: int, seed: int = 0) -> list[Path]:
+def pack(
+    source: Files,
+    folder: Path,
+    split: str,
+    shard_bytes: int,
+    seed: int = 0,
+    track: Track = silent,
+) -> list[Path]:
     """Write a source as shards `<split>-000000.tar` ... of about `shard_bytes`, and their index.
 
     Files go in as they are, in an order drawn from `seed`, so that who reads shards in a row sees all
@@ -48,12 +56,14 @@ def pack(source: Files, folder: Path, split: str, shard_bytes: int, seed: int = 
     order = np.random.default_rng(seed).permutation(len(source))
     paths: list[Path] = []
     waiting = [int(i) for i in order[::-1]]
+    steps = track(range(len(source)), f"packing {split}", len(source))
     while waiting:
         path = folder / f"{split}-{len(paths):06d}.tar"
         temporary = path.with_name(f".{path.name}")
         with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as tar:
             while waiting and (tar.offset < shard_bytes or not tar.offset):
                 index = waiting.pop()
+                next(steps)
                 content = Path(source.name(index)).read_bytes()
                 suffix = Path(source.paths[index]).suffix.lower()
                 _add(tar, f"{index:08d}{suffix}", content)

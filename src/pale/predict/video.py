@@ -48,17 +48,27 @@ def frames(path: Path, every: int = 1) -> Iterator[Frame]:
         ) from None
 
 
-def rate(path: Path) -> Fraction:
-    """Frames a second."""
+@dataclass(frozen=True)
+class About:
+    """What a video says of itself: frames a second, and how many, 0 if it does not tell."""
+
+    rate: Fraction
+    frames: int
+
+
+def read_about(path: Path) -> About:
+    """Without decoding anything."""
     av = _av()
     try:
         with av.open(str(path)) as file:
-            found = file.streams.video[0].average_rate if file.streams.video else None
+            if not file.streams.video:
+                raise UnreadableImageError(f"{path}: there is no picture in it, only sound")
+            stream = file.streams.video[0]
+            return About(stream.average_rate or Fraction(DEFAULT_RATE), stream.frames)
     except av.FFmpegError as error:
         raise UnreadableImageError(
             f"{path}: cannot be read as a video ({error.strerror})"
         ) from None
-    return found or Fraction(DEFAULT_RATE)
 
 
 class Film:

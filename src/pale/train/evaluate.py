@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from ..data.labelled import batches, make_loader
+from ..progress import Track, silent
 from ..tasks import Metric, Task
 from .distributed import World
 from .sharded import reshard
@@ -64,12 +65,15 @@ class Evaluation:
         self.loader = make_loader(data, self.share, task.collate, workers, pin, persistent=True)
 
     @torch.no_grad()
-    def run(self, model: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str, float], Metric]:
+    def run(
+        self, model: nn.Module, dtype: torch.dtype | None, track: Track = silent
+    ) -> tuple[dict[str, float], Metric]:
         """The figures, the same on every process, and the metric that collected them."""
         training, metric = model.training, self.task.metric()
         model.eval()
         try:
-            for i, batch in enumerate(batches(self.loader)):
+            reading = track(batches(self.loader), "evaluating", len(self.share))
+            for i, batch in enumerate(reading):
                 prepared = self.task.prepare(to_device(batch, self.world.device), None)
                 counts = metric if i < self.share.own else self.task.metric()
                 with autocast(self.world.device, dtype):
