@@ -1,7 +1,7 @@
 """Weights that come with the package: this folder holds the files, a card for each, and index.json.
 
 Reading the index needs nothing but the standard library, so that a name can be looked up anywhere. Every
-function takes another folder with such an index, as benchmarks/demo_weights.py writes it.
+function takes another folder with such an index, as benchmarks/demo_weights.py writes it; None is this one.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Checked:
     problem: str | None
 
 
-def entries(folder: Path = FOLDER) -> list[Entry]:
+def entries(folder: Path | None = None) -> list[Entry]:
     """What the folder's index lists, by name; nothing where there is no index."""
-    path = folder / INDEX
+    path = (folder or FOLDER) / INDEX
     if not path.is_file():
         return []
     try:
@@ -98,8 +98,9 @@ def entries(folder: Path = FOLDER) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.name)
 
 
-def get(name: str, folder: Path = FOLDER) -> Entry:
+def get(name: str, folder: Path | None = None) -> Entry:
     """The entry of a name."""
+    folder = folder or FOLDER
     known = entries(folder)
     for entry in known:
         if entry.name == name:
@@ -112,13 +113,13 @@ def get(name: str, folder: Path = FOLDER) -> Entry:
     )
 
 
-def find(name: str, folder: Path = FOLDER) -> Path | None:
+def find(name: str, folder: Path | None = None) -> Path | None:
     """The file that goes by a name, or None where none does."""
     if not name or os.path.basename(name) != name:
         return None
     for entry in entries(folder):
         if entry.name == name:
-            path = folder / entry.file
+            path = (folder or FOLDER) / entry.file
             if not path.is_file():
                 raise ValueError(
                     f"{path} is missing, though the index lists it; install the package again"
@@ -133,8 +134,9 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(folder: Path = FOLDER) -> list[Checked]:
+def verify(folder: Path | None = None) -> list[Checked]:
     """Every file of the index against its size and sum, and weights that no index lists."""
+    folder = folder or FOLDER
     listed = entries(folder)
     found = [Checked(entry.name, entry.file, _problem(entry, folder)) for entry in listed]
     files = {entry.file for entry in listed}

@@ -9,22 +9,22 @@ from typing import Any
 from timm.models._hub import save_config_for_hf
 
 from .. import weights as weight_files
+from .. import zoo
 from ..pale_transformer import VARIANTS
 from ..recipes import get
 from ..recipes.schema import Classification, Recipe, parse, text
 from ..settings import vary
-from . import FOLDER, entries, find
 
 # Where a run's files lay is nobody's business, and elsewhere not true.
 PATHS = ("data.root", "model.weights", "model.init", "token_labels.store")
 
 
 def read(
-    source: Path, recipe: str | None = None, folder: Path = FOLDER
+    source: Path, recipe: str | None = None, folder: Path | None = None
 ) -> tuple[weight_files.Weights, Recipe]:
     """Weights of a run, a file, or a name of the folder's, and the recipe they say, without paths."""
     if not source.exists():
-        source = find(str(source), folder) or source
+        source = zoo.find(str(source), folder) or source
     weights = weight_files.load(source)
     if recipe is None and "recipe" not in weights.about:
         raise ValueError(
@@ -57,7 +57,7 @@ def pack(source: Path, output: Path, recipe: str | None = None) -> int:
 
 
 def export(
-    source: Path, target: Path, recipe: str | None = None, folder: Path = FOLDER
+    source: Path, target: Path, recipe: str | None = None, folder: Path | None = None
 ) -> list[Path]:
     """Write weights as float32 into a folder: model.safetensors, recipe.yaml, and the card where there is one.
 
@@ -79,9 +79,10 @@ def export(
     about = weights.about | {"recipe": chosen.plain()}
     weight_files.save(target / "model.safetensors", weights.tensors, about)
     (target / "recipe.yaml").write_text(text(chosen))
-    for entry in entries(folder):
-        if entry.name == str(source) and not source.exists() and (folder / entry.card).is_file():
-            shutil.copyfile(folder / entry.card, target / "README.md")
+    where = folder or zoo.FOLDER
+    for entry in zoo.entries(where):
+        if entry.name == str(source) and not source.exists() and (where / entry.card).is_file():
+            shutil.copyfile(where / entry.card, target / "README.md")
     return sorted(target.iterdir())
 
 

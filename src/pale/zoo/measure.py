@@ -8,7 +8,6 @@ from pathlib import Path
 from .. import weights as weight_files
 from ..train.distributed import World
 from ..train.evaluate import Evaluation
-from . import FOLDER
 from .folder import read
 
 
@@ -21,7 +20,7 @@ def measure(
     seed: int = 0,
     batch: int = 32,
     workers: int = 0,
-    folder: Path = FOLDER,
+    folder: Path | None = None,
 ) -> dict[str, float]:
     """The metric's figures, in float32, as `pale eval` gives them.
 
