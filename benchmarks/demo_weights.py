@@ -16,6 +16,7 @@ goes on. With --hold-out nothing is packed, and the test photos are not read.
 """
 
 import argparse
+import hashlib
 import json
 import shlex
 import shutil
@@ -23,6 +24,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +131,14 @@ def settings(args: argparse.Namespace, task: str) -> list[str]:
     return words
 
 
+def key(args: argparse.Namespace, task: str) -> str:
+    """Of all that the result depends on but model and seed: with other settings, another run."""
+    told = [get(PLANS[task].recipe).plain(), settings(args, task)]
+    if task != "classify":
+        told.append(None if args.scratch else key(args, "classify"))
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:8]
+
+
 def trained(args: argparse.Namespace, task: str, model: str, seed: int) -> tuple[Path, bool]:
     """The run of a task, after that of its classifier."""
     words: list[object] = [PLANS[task].recipe, "--data.root", args.data / "oxford-iiit-pet"]
@@ -136,24 +146,22 @@ def trained(args: argparse.Namespace, task: str, model: str, seed: int) -> tuple
     words += ["--saving.every_minutes", 1, *settings(args, task)]
     if task != "classify" and not args.scratch:
         words += ["--init", classifier(args, model, seed)]
-    run = args.runs / f"{task}_{model}_{seed}"
+    run = args.runs / f"{task}_{model}_{seed}_{key(args, task)}"
     return run, train(args, run, words)
 
 
 def classifier(args: argparse.Namespace, model: str, seed: int) -> Path:
     """What segmenter and detector start from: ours is the packed file, as its users have it."""
-    packed = args.out / f"{PLANS['classify'].name}.safetensors"
     if model == OURS and seed == 0 and not args.hold_out:
-        if not packed.is_file():
-            row(args, "classify", model, seed)
-        return packed
+        row(args, "classify", model, seed)
+        return args.out / f"{PLANS['classify'].name}.safetensors"
     return trained(args, "classify", model, seed)[0]
 
 
 def row(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
     """A run's figures; those of an earlier call with the same settings stand."""
-    said = {"task": task, "model": model, "seed": seed, "settings": settings(args, task)}
-    said["scratch"] = args.scratch or task == "classify"
+    said = {"task": task, "model": model, "seed": seed, "key": key(args, task)}
+    said |= {"settings": settings(args, task), "scratch": args.scratch or task == "classify"}
     packs = model == OURS and seed == 0 and not args.hold_out
     for known in args.rows:
         if all(known.get(k) == v for k, v in said.items()):
@@ -162,6 +170,8 @@ def row(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
             args.rows.remove(known)
             break
     run, graph = trained(args, task, model, seed)
+    # What other settings gave does not belong into the same table.
+    args.rows[:] = [r for r in args.rows if r["task"] != task or r["key"] == said["key"]]
     found = said | summary(run) | {"cuda_graph": graph, "params": parameters(run)}
     print(f"{task}, {model}, seed {seed}: {figures(PLANS[task], found['val'])}", flush=True)
     args.rows.append(found)
@@ -292,10 +302,10 @@ def card(args: argparse.Namespace, task: str) -> str:
     packing = ours["packing"]
     lost = ""
     if "logit_error" in packing:
-        what = "photos" if task == "classify" else "pixels"
+        unit = "photos" if task == "classify" else "pixels"
         lost = (
-            f" Packing moves the logits by {packing['logit_error']:.2%} of their norm and leaves the class of "
-            f"{packing['same_class']:.1f} % of the {what} ({packing['photos']} photos)."
+            f" Packing moves the logits by {packing['logit_error']:.2%} of their norm and gives "
+            f"{100 - packing['same_class']:.1f} % of the {unit} another class ({packing['photos']} photos)."
         )
     start = "from random weights" if ours["scratch"] else "from the backbone of `classify_pets`"
     peers = [r["model"] for r in args.rows if r["task"] == task and r["model"] != OURS]
@@ -304,10 +314,26 @@ def card(args: argparse.Namespace, task: str) -> str:
         if peers
         else "No peer has been trained yet; ours at the end of training (before packing):"
     )
-    trained_on = "" if ours["scratch"] else "nothing but "
     commit = f", commit {facts['commit']}" if facts["commit"] else ""
     count = ours["packed"]["images"]
     kind = {"classify": "image-classification", "segment": "image-segmentation"}
+    what = (
+        f"{DOES[task]} The model is {OURS} of the [Pale Transformer](https://arxiv.org/abs/2112.14000), "
+        f"{entry.params / 1e6:.2f} M parameters in {entry.bytes / 1e6:.2f} MB, trained on nothing but the "
+        f"{args.photos} training photos of Oxford-IIIT Pet."
+    )
+    good = (
+        f"**{figures(plan, ours['packed'])}** (per cent): this file, unpacked, in float32, on {count:.0f} test "
+        f"photos.{lost}"
+    )
+    made = (
+        f"Recipe `{plan.recipe}`, seed 0, {ours['steps']} steps of {recipe.batch} photos, {start}; no other data, no "
+        "distillation. The weights are those of the last step; the test photos chose nothing."
+    )
+    limits = (
+        f"{LIMITS[task]} Trained for minutes on few photos, it shows what the code does and is no product. How it "
+        "treats animals, cameras and light that the photos do not show has not been looked at."
+    )
     toy = "**A toy run, to test the script: these weights are of no use.**\n\n" if args.toy else ""
     return f"""---
 license: apache-2.0
@@ -318,9 +344,7 @@ tags: [pale-transformer, vision, pets]
 
 # {plan.name}
 
-{toy}{DOES[task]} The model is {OURS} of the [Pale Transformer](https://arxiv.org/abs/2112.14000),
-{entry.params / 1e6:.2f} M parameters in {entry.bytes / 1e6:.2f} MB, trained on {trained_on}the 3680 training photos of
-Oxford-IIIT Pet.
+{toy}{paragraph(what)}
 
 ```bash
 {USE[task].format(name=plan.name)}
@@ -329,7 +353,7 @@ pale eval {plan.name} --data.root oxford-iiit-pet
 
 ## How good
 
-**{figures(plan, ours["packed"])}** (per cent): this file, unpacked, in float32, on {count:.0f} test photos.{lost}
+{paragraph(good)}
 
 {beside}
 
@@ -339,8 +363,7 @@ With {count:.0f} photos the standard error of an accuracy is up to {50 / count**
 
 ## How it was made
 
-- Recipe `{plan.recipe}`, seed 0, {ours["steps"]} steps of {recipe.batch} photos, {start}; no other data, no
-  distillation. The weights are those of the last step; the test photos chose nothing.
+{paragraph(made, "- ")}
 - Again: `{entry.command}`, then `pale weights pack RUN -o {entry.file}`.
 - On {facts["device"]}, torch {facts["torch"]}, timm {facts["timm"]}, pale {facts["pale"]}{commit}:
   {ours["images_per_s"]:.0f} photos a second.
@@ -349,18 +372,28 @@ With {count:.0f} photos the standard error of an accuracy is up to {50 / count**
 
 ## Data
 
-Oxford-IIIT Pet (Parkhi, Vedaldi, Zisserman, Jawahar, CVPR 2012), its official trainval list for training. Photos were
-scaled to a short side of 160. A tenth of the official test list was left out of the test photos here, and kept apart.
+Oxford-IIIT Pet (Parkhi, Vedaldi, Zisserman, Jawahar, CVPR 2012), scaled to a short side of at most 160 pixels: its
+official trainval list for training, {count:.0f} photos of its official test list (3669) for the figures above.
 
 ## Limits
 
-{LIMITS[task]} Trained for minutes on few photos: it shows what the code does, and is no product. How it treats animals,
-cameras and light that the photos do not show has not been looked at.
+{paragraph(limits)}
 
 ## Licence
 
 The weights are ours, Apache-2.0. The photos are CC BY-SA 4.0 (Oxford-IIIT Pet) and not contained.
 """
+
+
+def paragraph(text: str, mark: str = "") -> str:
+    return textwrap.fill(
+        text,
+        118,
+        initial_indent=mark,
+        subsequent_indent=" " * len(mark),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def words_of(text: str) -> list[str]:
@@ -388,12 +421,19 @@ def main() -> None:
     parser.add_argument("--scratch", action="store_true", help="no backbone of the classifier")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop and save after this")
+    parser.add_argument("--commit", help="where there is no history to ask")
     parser.add_argument("--toy", action="store_true", help="a few steps, to try the script")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and the run with it
     if unknown := sorted(set(args.only) - set(PLANS)):
         parser.error(f"--only takes {', '.join(PLANS)}, got {unknown[0]}")
     args.about = about(args)
+    if args.commit:
+        args.about["environment"]["commit"] = args.commit
+    root = args.data / "oxford-iiit-pet"
+    args.photos = len(
+        get(PLANS["classify"].recipe).override({"data.root": str(root)}).data.train_source(0)
+    )
     args.deadline = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     earlier = args.out / "demo_weights.json"

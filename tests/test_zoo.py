@@ -17,8 +17,8 @@ from tasks.detected import detected
 from tasks.segmented import segmented
 from train.tiny import tiny
 
+from pale import packing, zoo
 from pale import weights as weight_files
-from pale import zoo
 from pale.cli import main
 from pale.data.images import pets
 from pale.loading import load
@@ -323,6 +323,15 @@ def test_breeds_are_read_from_the_lists_of_the_data_set(tmp_path):
         pets(root, "test", ["Abyssinian", "American Bulldog"])
     recipe = get("demo.classify_pets").override({"data.root": str(root)})
     assert recipe.task().classes == found.classes
+
+
+def test_the_three_demo_models_fit_into_twelve_megabytes():
+    total = 0
+    for name, classes in (("classify_pets", 37), ("segment_pets", 3), ("detect_pets", 2)):
+        model = get(f"demo.{name}").model.build(classes, 160)
+        stored = packing.pack(model.state_dict())
+        total += sum(t.numel() * t.element_size() for t in stored.values())
+    assert total < 0.9 * MOST_BYTES
 
 
 def pet_photos(project: Path, name: str, tmp_path: Path) -> Path:

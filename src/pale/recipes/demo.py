@@ -42,7 +42,7 @@ def segment_pets() -> Segmentation:
         pets.upernet_nano(),
         model={"drop_path": 0.05, "width": 96, "auxiliary": 48},
         data={"workers": 14},
-        optim={"lr": 1e-3},
+        optim={"lr_batch": 64},
         batch=64,
         steps=5000,
         warmup_steps=300,
@@ -69,11 +69,9 @@ def detect_pets() -> Detection:
             ),
         },
         data={"workers": 14},
-        optim={"lr": 1e-3, "lr_batch": 64},
-        batch=64,
-        epochs=16,
-        warmup_steps=100,
-        eval_every=16,
+        epochs=12,
+        warmup_steps=200,
+        eval_every=12,
     )
 
 

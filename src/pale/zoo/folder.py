@@ -53,6 +53,7 @@ def pack(source: Path, output: Path, recipe: str | None = None) -> int:
     about = weights.about | {"recipe": chosen.plain()}
     output.parent.mkdir(parents=True, exist_ok=True)
     weight_files.save(output, weights.tensors, about, packed=True)
+    output.chmod(0o644)  # safetensors lets the owner alone read
     return output.stat().st_size
 
 
