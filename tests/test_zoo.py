@@ -54,7 +54,7 @@ def made(tmp_path_factory) -> Path:
     path = folder / "shapes.safetensors"
     size = pack(run, path)
     run.unlink()
-    (folder / "shapes.md").write_text("# shapes\n")
+    (folder / "shapes.md").write_text("---\nlicense: apache-2.0\n---\n\n# shapes\n\n---\nend\n")
     figures = {"top1": 12.34, "images": 12}
     sums = zoo.digest(path)
     entry = zoo.Entry(
@@ -95,6 +95,19 @@ def test_the_list_says_name_task_model_size_and_figure(folder, capsys):
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry["sha256"] == zoo.digest(folder / "shapes.safetensors")
     assert entry["figures"] == {"top1": 12.34, "images": 12}
+
+
+def test_a_card_is_shown_without_what_is_for_the_hub(folder, capsys):
+    assert main(["weights", "show", "shapes", "--folder", str(folder)]) == 0
+    assert capsys.readouterr().out == "# shapes\n\n---\nend\n"
+    assert main(["weights", "show", "shapes", "--folder", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["name"] == "shapes"
+    assert found["text"].startswith("---")
+    assert main(["weights", "show", "shape", "--folder", str(folder)]) == 1
+    assert "there are shapes" in capsys.readouterr().err
+    assert main(["weights", "list", "--folder", str(folder)]) == 0
+    assert "pale_nano" in capsys.readouterr().out
 
 
 def test_an_empty_folder_says_so(tmp_path, monkeypatch, capsys):

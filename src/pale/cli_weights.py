@@ -31,6 +31,10 @@ def add_weights(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> None
         "model.onnx, pale train RECIPE --init NAME."
     )
     kinds = weights.add_subparsers(metavar="WHAT", parser_class=type(weights))
+    _folder(add(kinds, "list", _list, "list them: the same as pale weights alone"))
+    show = add(kinds, "show", _show, "print the card of one: data, recipe, figures, peers, limits")
+    show.add_argument("name", metavar="NAME", help="as pale weights lists it")
+    _folder(show)
     verify = add(kinds, "verify", _verify, "check every file against its SHA-256")
     _folder(verify)
     export = add(
@@ -106,7 +110,25 @@ def _list(args: argparse.Namespace) -> None:
         )
     _console().print(table)
     total = sum(entry.bytes for entry in found) / 1e6
-    _say(f"{total:.2f} MB in {folder}; cards beside them say data, recipe, peers and limits")
+    _say(
+        f"{total:.2f} MB in {folder}; pale weights show NAME prints a card: data, recipe, peers, limits"
+    )
+
+
+def _show(args: argparse.Namespace) -> None:
+    from .zoo import get
+
+    folder = _where(args)
+    entry = get(args.name, folder)
+    if not (folder / entry.card).is_file():
+        raise ValueError(f"{folder / entry.card} is missing; install the package again")
+    card = (folder / entry.card).read_text()
+    if args.json:
+        sys.stdout.write(json.dumps(asdict(entry) | {"text": card}, indent=1) + "\n")
+        return
+    # What stands between two lines of --- is for the hub.
+    parts = card.split("---\n", 2)
+    _say(parts[2].strip() if card.startswith("---\n") and len(parts) == 3 else card.strip())
 
 
 def _verify(args: argparse.Namespace) -> int:
