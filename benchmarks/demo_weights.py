@@ -92,17 +92,19 @@ class TimeUpError(Exception):
 
 
 def train(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
-    """Train, go on, or leave as it is; whether the step was a CUDA graph."""
-    graph = "--cuda_graph" not in words and not (run.parent / f"{run.name}.eager").exists()
+    """Train, go on, or leave as it is; whether steps were recorded as CUDA graphs."""
+    eager = run.with_name(f"{run.name}.eager")
+    graph = get(str(words[0])).cuda_graph and "--cuda_graph" not in words and not eager.exists()
     if done(run):
-        return graph
+        return graph and torch.cuda.is_available()
     if time.monotonic() > args.deadline - 20:
         raise TimeUpError
     if list((run / "checkpoints").glob("step_*")):
         command = ["train", "--resume", run]
     else:
         shutil.rmtree(run, ignore_errors=True)
-        command = ["train", *words, *([] if graph else ["--cuda_graph", "false"]), "--output", run]
+        plain = ["--cuda_graph", "false"] if eager.exists() else []
+        command = ["train", *words, *plain, "--output", run]
     print("+ pale", *command, flush=True)
     child = subprocess.Popen([sys.executable, "-m", "pale", *map(str, command)])
     try:
@@ -114,13 +116,13 @@ def train(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
             child.terminate()  # it saves
             child.wait()
     if code == 0:
-        return graph
-    # A model whose step cannot be recorded learns the same without.
-    if graph and get(str(words[0])).cuda_graph and torch.cuda.is_available():
-        (run.parent / f"{run.name}.eager").touch()
+        return graph and torch.cuda.is_available()
+    if graph and torch.cuda.is_available():
+        print(f"{run.name} failed; perhaps its step cannot be recorded: again without", flush=True)
+        eager.touch()
         shutil.rmtree(run, ignore_errors=True)
         return train(args, run, words)
-    raise SystemExit(f"{run} failed with exit code {code}")
+    raise RuntimeError(f"{run} failed with exit code {code}")
 
 
 def settings(args: argparse.Namespace, task: str) -> list[str]:
@@ -170,8 +172,8 @@ def row(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
             args.rows.remove(known)
             break
     run, graph = trained(args, task, model, seed)
-    # What other settings gave does not belong into the same table.
-    args.rows[:] = [r for r in args.rows if r["task"] != task or r["key"] == said["key"]]
+    if not args.hold_out:  # what other settings gave does not belong into a card
+        args.rows[:] = [r for r in args.rows if r["task"] != task or r["key"] == said["key"]]
     found = said | summary(run) | {"cuda_graph": graph, "params": parameters(run)}
     print(f"{task}, {model}, seed {seed}: {figures(PLANS[task], found['val'])}", flush=True)
     args.rows.append(found)
@@ -251,11 +253,13 @@ def table(args: argparse.Namespace, task: str) -> str:
         f"| model | M parameters | seeds | {' | '.join(plan.columns.values())} | images/s |",
         "| --- " * (4 + len(plan.columns)) + "|",
     ]
-    for model in dict.fromkeys(r["model"] for r in rows):
-        mine = [r for r in rows if r["model"] == model]
+    for model, key_ in dict.fromkeys((r["model"], r["key"]) for r in rows):
+        mine = [r for r in rows if (r["model"], r["key"]) == (model, key_)]
         cells = [mean([r["val"][key] for r in mine]) for key in plan.columns]
         speed = statistics.median(r["images_per_s"] for r in mine)
         label = f"**{model}** (ours)" if model == OURS else model
+        if args.hold_out:
+            label += f" {shlex.join(mine[0]['settings'])}"
         size = f"{mine[0]['params'] / 1e6:.2f}"
         lines.append(f"| {label} | {size} | {len(mine)} | {' | '.join(cells)} | {speed:.0f} |")
     return "\n".join(lines)
@@ -447,16 +451,22 @@ def main() -> None:
         for task in PLANS
         if task in args.only
     ]
+    failed = []
     for task, model, seed in plan:
         try:
             row(args, task, model, seed)
         except TimeUpError:
             print(f"time is up at {task}, {model}, seed {seed}: run it again to go on", flush=True)
             break
+        except RuntimeError as error:  # the others may still do
+            print(error, flush=True)
+            failed.append(f"{task}, {model}, seed {seed}")
     write(args)
     for task in args.only:
         if any(r["task"] == task for r in args.rows):
             print(f"\n{task}\n{table(args, task)}")
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":
