@@ -281,10 +281,11 @@ DOES = {
     "detect": "Finds cats and dogs: box, species, silhouette.",
 }
 USE = {
-    "classify": "pale view attention photo.jpg --weights {name} -o look.html\npale export {name} -o pets.onnx\n"
+    "classify": "pale predict photo.jpg --weights {name}\n"
+    "pale view attention photo.jpg --weights {name} -o look.html\npale export {name} -o pets.onnx\n"
     "pale weights export {name} DIR      # then: import pale; timm.create_model('local-dir:DIR', pretrained=True)",
-    "segment": "pale predict {name} photo.jpg -o out\npale export {name} -o pets.onnx",
-    "detect": "pale predict {name} photo.jpg -o out",
+    "segment": "pale predict photo.jpg --weights {name} -o out\npale export {name} -o pets.onnx",
+    "detect": "pale predict photo.jpg --weights {name} -o out\npale export {name} -o pets.onnx",
 }
 LIMITS = {
     "classify": "It knows the 37 breeds and nothing else: a photo of anything gets one of their names. "

@@ -4,6 +4,7 @@
     python onnx_predict.py pets.onnx photo.jpg              # the five best classes
     python onnx_predict.py pets.onnx photo.jpg --json
     python onnx_predict.py street.onnx photo.jpg -o mask.png  # a segmenter: shares of classes, and the mask
+    python onnx_predict.py objects.onnx photo.jpg -o seen.jpg # a detector: objects, and the photo with them
 
 The file says how pictures are resized and normalised and what the classes are called.
 """
@@ -14,7 +15,7 @@ import math
 
 import numpy as np
 import onnxruntime
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
 
 def read(path):
@@ -69,6 +70,66 @@ def shares(logits, size):
     return np.bincount(mask.ravel(), minlength=len(logits)) / mask.size, mask
 
 
+def objects(session, images, size, about, least):
+    """Of a detector: name, score, box (left, top, right, bottom) and mask of each object, in pixels of the photo."""
+    names = [output.name for output in session.get_outputs()]
+    found = dict(zip(names, session.run(names, {"images": images}), strict=True))
+    scale = np.array([size[0] / images.shape[3], size[1] / images.shape[2]] * 2)
+    out = []
+    for i in np.flatnonzero(found["scores"] >= least):
+        box = found["boxes"][i] * scale
+        label = int(found["labels"][i])
+        entry = {"name": about["classes"][label - 1] if about["classes"] else str(label)}
+        entry |= {"score": float(found["scores"][i]), "box": box.tolist()}
+        if "masks" in found:
+            entry["mask"] = pasted(found["masks"][i], box, size)
+        out.append(entry)
+    return out
+
+
+def pasted(mask, box, size):
+    """The mask of a box (28x28, 0 to 1) at its place in the photo: boolean (h, w)."""
+    left, top = (math.floor(v) for v in box[:2])
+    right, bottom = (
+        max(math.ceil(v), low + 1) for v, low in zip(box[2:], (left, top), strict=True)
+    )
+    small = Image.fromarray(mask).resize((right - left, bottom - top), Image.Resampling.BILINEAR)
+    whole = Image.new("F", size)
+    whole.paste(small, (left, top))
+    return np.asarray(whole) > 0.5
+
+
+def drawn(picture, found):
+    """The photo under shapes, boxes and names."""
+    pixels = np.array(picture)
+    for number, entry in enumerate(found):
+        if "mask" in entry:
+            colour = np.array([(97 * number + 230) % 256, (151 * number + 80) % 256, 90])
+            pixels[entry["mask"]] = (pixels[entry["mask"]] // 2 + colour // 2).astype(np.uint8)
+    canvas = Image.fromarray(pixels)
+    pen = ImageDraw.Draw(canvas)
+    for entry in found:
+        pen.rectangle(entry["box"], outline="white", width=2)
+        pen.text((entry["box"][0] + 3, entry["box"][1] + 2), entry["name"], "white")
+    return canvas
+
+
+def detect(session, picture, about, args):
+    """Objects, printed and drawn."""
+    found = objects(session, prepared(picture, about), picture.size, about, args.score)
+    if args.output:
+        drawn(picture, found).save(args.output)
+    for entry in found:
+        shape = entry.pop("mask", None)
+        entry["pixels"] = None if shape is None else int(shape.sum())
+    if args.json:
+        print(json.dumps({"task": about["task"], "objects": found}))
+        return
+    for entry in found:
+        left, top, right, bottom = (round(v) for v in entry["box"])
+        print(f"{entry['score']:.2f}  {entry['name']}  {left},{top} to {right},{bottom}")
+
+
 def main():
     """Parse, predict, print."""
     parser = argparse.ArgumentParser(
@@ -77,13 +138,17 @@ def main():
     parser.add_argument("model")
     parser.add_argument("photo")
     parser.add_argument(
-        "-o", "--output", help="segmentation: the mask, class numbers as grey values"
+        "-o", "--output", help="segmentation: the mask, class numbers as grey; detection: a picture"
     )
+    parser.add_argument("--score", type=float, default=0.5, help="detection: least score")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     session = onnxruntime.InferenceSession(args.model, providers=["CPUExecutionProvider"])
     about = json.loads(session.get_modelmeta().custom_metadata_map["pale"])
     picture = read(args.photo)
+    if about["task"] == "detection":
+        detect(session, picture, about, args)
+        return
     (logits,) = session.run(["logits"], {"images": prepared(picture, about)})
     found, mask = shares(logits[0], picture.size)
     names = about["classes"] or [str(i) for i in range(len(found))]

@@ -13,7 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tasks.detected import detected
 from tasks.segmented import segmented
+from tasks.test_fixed import detector
 from torch import Tensor, nn
 from train.tiny import tiny
 
@@ -22,13 +24,14 @@ from pale import weights as weight_files
 from pale.cli import main
 from pale.data.images import read_image
 from pale.data.scenes import draw
-from pale.export import Whole, read_about
+from pale.export import read_about
+from pale.export.graphs import Whole
 from pale.loading import load
-from pale.segment import Predictor
 
-onnxruntime = pytest.importorskip("onnxruntime")
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxscript")
+WHY = "ONNX needs the extra export"
+onnxruntime = pytest.importorskip("onnxruntime", reason=WHY)
+onnx = pytest.importorskip("onnx", reason=WHY)
+pytest.importorskip("onnxscript", reason=WHY)
 
 # One stage of one block: all that an exporter meets, in a fraction of the time.
 SMALL = {"depths": [1], "channels": [8], "heads": [2], "mlp_ratio": [2]}
@@ -271,8 +274,41 @@ def test_a_segmenter_is_one_file_with_logits_of_the_image_s_size(
     example = [sys.executable, project / "examples" / "onnx_predict.py", path, photo]
     subprocess.run([*example, "-o", folder / "mask.png"], check=True, capture_output=True)
     with Image.open(folder / "mask.png") as mask:
-        same = np.asarray(mask) == Predictor.load(weights)(photo).labels
+        same = np.asarray(mask) == pale.Predictor(weights)(photo).labels
     assert same.mean() > 0.999  # a pixel between two classes may fall to either
+
+
+@pytest.mark.slow
+def test_a_detector_is_one_file_with_a_fixed_number_of_objects(folder: Path, project: Path) -> None:
+    recipe = detected().override(
+        {"model.attention": "sequential", "test.score": 0.1, "test.most": 9}
+    )
+    names = [f"kind {i}" for i in range(8)]
+    weights = folder / "detector.safetensors"
+    about = {"recipe": recipe.plain(), "classes": names}
+    weight_files.save(weights, detector(model__attention="sequential").state_dict(), about)
+    path = folder / "detector.onnx"
+    done = pale.export(weights, path)
+    assert done.about["task"] == "detection"
+    assert [check.size[0] for check in done.checks] == [1, 1, 1]
+    runtime = session(path)
+    assert [o.shape for o in runtime.get_outputs()] == [[9, 4], [9], [9], [9, 28, 28]]
+    photo = folder / "scene.png"
+    Image.fromarray(draw(0, 0, 96).image).crop((0, 0, 91, 67)).save(photo)
+    example = [sys.executable, project / "examples" / "onnx_predict.py", path, photo, "--json"]
+    told = subprocess.run([*example, "--score", "0.1"], check=True, capture_output=True, text=True)
+    found = json.loads(told.stdout)["objects"]
+    wanted = pale.Predictor(weights, device="cpu", score=0.1)(photo)
+    assert len(found) == len(wanted.objects) > 1
+    for one, other in zip(found, wanted.objects, strict=True):
+        left, top, w, h = other["bbox"]
+        assert one["name"] == wanted.classes[other["category_id"] - 1]
+        assert one["score"] == pytest.approx(
+            other["score"], abs=1e-2
+        )  # Pillow resizes a little otherwise
+        assert one["box"] == pytest.approx([left, top, left + w, top + h], abs=2)
+    with pytest.raises(ValueError, match="takes one image at a time"):
+        pale.export(weights, path, sizes=[(2, 32, 32)])
 
 
 @pytest.mark.slow

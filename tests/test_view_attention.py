@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tasks.segmented import segmented
+from tasks.test_fixed import detector
 from torch import Tensor
 from train.tiny import tiny
 
@@ -381,6 +382,18 @@ class TestCommand:
         assert sum(s.share for s in one.scores) == pytest.approx(1)
         assert one.grad_cam(one.scores[0].number).shape == (2, 3)
         assert one.rollout(3, (0, 0)).sum() == pytest.approx(1, abs=1e-5)
+
+    def test_a_detector(self) -> None:
+        model = detector()
+        one = look(scene(), model, size=64)
+        assert len(one.scores) == 8
+        assert all(0 <= s.share <= 1 for s in one.scores)
+        cam = one.grad_cam(one.scores[0].number)
+        assert cam.shape == (2, 3)
+        assert one.weights(3, (1, 1)).sum((1, 2)) == pytest.approx(
+            [1] * one.block(3).heads, abs=1e-5
+        )
+        assert "probability" in page(one)
 
     def test_untrained_weights_are_told(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ from tasks.detected import detected
 from tasks.segmented import segmented
 from train.tiny import tiny
 
+import pale
 from pale import packing, zoo
 from pale import weights as weight_files
 from pale.cli import main
@@ -196,6 +197,10 @@ def test_a_name_goes_wherever_weights_go(installed, tmp_path, capsys):
     assert loaded.trained
     assert loaded.name == "pale_nano"
     assert len(loaded.classes) == 8
+    Image.new("RGB", (50, 40), "red").save(tmp_path / "a.png")
+    said = pale.Predictor("shapes", device="cpu")(tmp_path / "a.png")
+    assert main(["predict", str(tmp_path / "a.png"), "--weights", "shapes", "--device", "cpu"]) == 0
+    assert said.words() in capsys.readouterr().out
     assert main(["eval", "shapes", "--json", "--device", "cpu"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["images"] == 12

@@ -4,6 +4,15 @@ from . import ops
 from .export import export
 from .optimize import optimize
 from .pale_transformer import PaleConfig, PaleTransformer, create_model
+from .predict import Predictor
 
 __version__ = "0.1.0"
-__all__ = ["PaleConfig", "PaleTransformer", "create_model", "export", "ops", "optimize"]
+__all__ = [
+    "PaleConfig",
+    "PaleTransformer",
+    "Predictor",
+    "create_model",
+    "export",
+    "ops",
+    "optimize",
+]

@@ -122,39 +122,6 @@ def told(recipe: Detection) -> str:
     return f"{size}{long}, scores from {test.score:g} on, at most {test.most} objects an image"
 
 
-def predict(args: argparse.Namespace, recipe: Detection | None) -> None:
-    """`pale predict` for a detector."""
-    import torch
-
-    from .data.images import pictures
-    from .detect import Predictor
-
-    if args.slide or args.multi:
-        raise ValueError("--slide and --multi belong to segmenters; a detector takes --own-size")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    test: dict[str, Any] = {"score": args.score}
-    if args.own_size:
-        test |= {"short": None, "long": None}
-    found = pictures(args.pictures)
-    predictor = Predictor.load(args.weights, device, recipe, **test)
-    done = []
-    for number, (path, stem) in enumerate(found, start=1):
-        prediction = predictor(path, number)
-        target = args.output / f"{stem}_objects.jpg"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        predictor.draw(prediction).save(target, quality=90)
-        done.append((prediction, stem))
-        if not args.json:
-            words = ", ".join(f"{n} {name}" for name, n in prediction.counts.items())
-            _say(f"{path}: {words or 'nothing'}")
-    predictor.write(done, args.output)
-    if args.json:
-        plain = {str(p.path): p.counts for p, _ in done}
-        sys.stdout.write(json.dumps(plain, indent=1) + "\n")
-        return
-    _say(f"{args.output} written: {len(done)} pictures and objects.json (COCO's format)")
-
-
 def _convert(args: argparse.Namespace) -> None:
     from .data.instances import convert
 

@@ -1,41 +1,17 @@
-"""The commands of segmentation: its part of eval and of data check, and predict, which serves detection too."""
+"""The commands of segmentation: its part of eval and of data check."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from . import cli_detect
-
 if TYPE_CHECKING:
     from .recipes.schema import Segmentation
-
-Run = Callable[[argparse.Namespace], int | None]
-
-
-def add_predict(command: Callable[[str, Run, str], Any]) -> None:
-    """Add `pale predict`."""
-    predict = command("predict", _predict, "segment pictures, or find objects in them")
-    predict.add_argument("weights", type=Path, help="a run's folder, or a .safetensors file of one")
-    predict.add_argument("pictures", type=Path, nargs="+", help="files or folders")
-    predict.add_argument("-o", "--output", type=Path, required=True, help="folder for the results")
-    predict.add_argument("--recipe", help="for foreign weights: the recipe that says the model")
-    predict.add_argument("--own-size", action="store_true", help="do not resize before")
-    predict.add_argument("--slide", action="store_true", help="segmenter: windows, if large")
-    predict.add_argument("--multi", action="store_true", help="segmenter: several scales, flipped")
-    predict.add_argument(
-        "--score", type=float, default=0.5, help="detector: least score of an object (default 0.5)"
-    )
-    predict.add_argument(
-        "--device", choices=["cpu", "cuda"], help="default: cuda where there is one"
-    )
 
 
 def add_check(check: Any) -> None:
@@ -138,64 +114,6 @@ def evaluate(args: argparse.Namespace, recipe: Segmentation, weights: Any) -> No
     _console().print(table)
     if folder is not None:
         _say(f"{folder} written: evaluation_*.json, per_class.csv")
-
-
-def _predict(args: argparse.Namespace) -> None:
-    import torch
-
-    from .data.images import pictures
-    from .recipes import get
-    from .recipes.schema import Detection, Segmentation
-    from .segment import Predictor
-
-    chosen = get(args.recipe) if args.recipe else None
-    if isinstance(chosen, Detection) or (chosen is None and _kind(args.weights) == "detection"):
-        cli_detect.predict(args, chosen)
-        return
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    how: dict[str, Any] = {}
-    if args.slide:
-        how["mode"] = "slide"
-    if args.own_size:
-        how |= {"short": None, "long": None}
-    if args.multi:
-        from .tasks.segmentation.inference import MULTI_SCALES
-
-        how |= {"scales": MULTI_SCALES, "flip": True}
-    recipe = None
-    if chosen is not None:
-        if not isinstance(chosen, Segmentation):
-            raise ValueError(f"{args.recipe} is no segmentation recipe")
-        recipe = chosen
-    found = pictures(args.pictures)
-    predictor = Predictor.load(args.weights, device, recipe, **how)
-    shares = {}
-    for path, stem in found:
-        prediction = predictor(path)
-        predictor.write(prediction, args.output, stem)
-        shares[str(path)] = prediction.shares
-        if not args.json:
-            told = ", ".join(f"{name} {share:.1f} %" for name, share in prediction.shares.items())
-            _say(f"{path}: {told}")
-    (args.output / "shares.json").write_text(json.dumps(shares, indent=1) + "\n")
-    if args.json:
-        sys.stdout.write(json.dumps(shares, indent=1) + "\n")
-        return
-    table = Table("class", "pixels, %", "pictures")
-    for name in predictor.classes:
-        values = [s[name] for s in shares.values() if name in s]
-        if values:
-            table.add_row(name, f"{sum(values) / len(shares):.2f}", str(len(values)))
-    _console().print(table)
-    _say(f"{args.output} written: masks, overlays and shares.json of {len(shares)} pictures")
-
-
-def _kind(path: Path) -> str | None:
-    """Of the recipe that weights say they were trained by."""
-    from . import weights
-
-    recipe = weights.load(path).about.get("recipe")
-    return recipe.get("kind") if isinstance(recipe, dict) else None
 
 
 def _say(text: str) -> None:

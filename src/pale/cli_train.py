@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from . import cli_detect, cli_segment
+from . import cli_detect, cli_predict, cli_segment
 
 # Commands that take the settings of a recipe as options.
 OVERRIDDEN = ("train", "eval", "bench data", "token-labels make")
@@ -69,7 +69,7 @@ def add_commands(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> Non
     bench.add_argument("recipe", help="a recipe: pale recipes lists them")
     bench.add_argument("--seconds", type=float, default=20.0, help="to measure (default 20)")
     bench.epilog = "Settings of the recipe are options: --data.root DIR --data.workers 16."
-    cli_segment.add_predict(command)
+    cli_predict.add_predict(command)
 
     report = command("report", _report, "write report.html of a run, finished or not")
     report.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")

@@ -138,7 +138,9 @@ def _export(args: argparse.Namespace) -> None:
         )
     _console().print(table)
     if done.data is not None:
-        what = "pictures" if done.about["task"] == "classification" else "pixels"
+        what = {"classification": "pictures", "segmentation": "pixels", "detection": "objects"}[
+            done.about["task"]
+        ]
         line = f"{done.data.pictures} pictures: the same class on {done.data.agreement:.2f} % of the {what}"
         if done.data.top1 is not None:
             line += f"; top-1 {done.data.top1_file:.2f} %, PyTorch {done.data.top1:.2f} %"

@@ -27,7 +27,7 @@ def add_weights(commands: Any, add: Callable[[Any, str, Run, str], Any]) -> None
     )
     _folder(weights)
     weights.epilog = (
-        "A name goes wherever weights go: pale eval NAME, pale predict NAME PHOTO -o OUT, pale export NAME -o "
+        "A name goes wherever weights go: pale eval NAME, pale predict PHOTO --weights NAME, pale export NAME -o "
         "model.onnx, pale train RECIPE --init NAME."
     )
     kinds = weights.add_subparsers(metavar="WHAT", parser_class=type(weights))

@@ -1,25 +1,16 @@
-"""Detection after training: evaluation, and predictions for pictures."""
+"""Detection after training: evaluation."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from PIL import Image
 
 from . import weights as weight_files
-from .data import rle
-from .data.images import read_image
-from .data.instance_transforms import resized
-from .recipes.schema import Detection, parse
-from .settings import vary
-from .tasks.detection import MaskRCNN, Testing, overlay
-from .tasks.detection.metric import AveragePrecision, as_results
+from .recipes.schema import Detection
+from .tasks.detection.metric import AveragePrecision
 from .train.distributed import World
 from .train.evaluate import Evaluation
 
@@ -58,109 +49,3 @@ def write_evaluation(
     if metric.masks:
         masks = [{k: v for k, v in d.items() if k != "bbox"} for d in metric.detections]
         (folder / "detections_segm.json").write_text(json.dumps(masks))
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The objects of one picture.
-
-    Attributes:
-        path: the picture.
-        results: as COCO has them, the surest first; "image_id" is the picture's number.
-        counts: objects by class name, the most first.
-    """
-
-    path: Path
-    results: list[dict[str, Any]]
-    counts: dict[str, int]
-
-
-class Predictor:
-    """A trained detector for pictures of any size.
-
-    Args:
-        model: with its weights.
-        classes: names.
-        categories: ids of the classes in COCO's json; by default from 1 on.
-        test: how objects are looked for.
-    """
-
-    def __init__(
-        self,
-        model: MaskRCNN,
-        classes: Sequence[str],
-        test: Testing,
-        categories: Sequence[int] | None = None,
-    ) -> None:
-        self.model, self.classes, self.test = model.eval(), list(classes), test
-        self.categories = list(categories or range(1, len(self.classes) + 1))
-        self.device = next(model.parameters()).device
-        model.limits(test.score, test.nms, test.most)
-
-    @classmethod
-    def load(
-        cls, path: Path, device: str = "cpu", recipe: Detection | None = None, **test: Any
-    ) -> Predictor:
-        """From a run or a .safetensors file of one; `test` changes fields of `Testing`."""
-        rle.codec()
-        weights = weight_files.load(path)
-        if recipe is None:
-            if "recipe" not in weights.about:
-                raise ValueError(
-                    f"{path} does not say which model it is for; name a recipe: --recipe NAME"
-                )
-            parsed = parse(weights.about["recipe"], str(path))
-            if not isinstance(parsed, Detection):
-                raise ValueError(f"{path} is no detector but of kind {type(parsed).__name__}")
-            recipe = parsed
-        classes = weights.about.get("classes")
-        if classes is None:
-            classes = recipe.data.val_source(recipe.seed).classes
-        settings = vary(recipe.model, weights=None, init=None, new_head=False)
-        size = recipe.augment.crop or recipe.augment.short or recipe.data.size
-        model = settings.build(len(classes), size)
-        weight_files.put(model, weights, path, new_head=False)
-        return cls(
-            model.to(device), classes, vary(recipe.test, **test), categories(recipe, classes)
-        )
-
-    @torch.no_grad()
-    def __call__(self, path: Path, number: int = 1) -> Prediction:
-        """Look for the objects of one picture."""
-        image = read_image(path)
-        pixels = resized(image, self.test.short, self.test.long)
-        seen = torch.from_numpy(pixels).permute(2, 0, 1).to(self.device)
-        found = self.model([seen])[0]
-        own = (image.height, image.width)
-        results = as_results(found, seen.shape[1:], own, number, self.categories)  # type: ignore[arg-type]
-        name = dict(zip(self.categories, self.classes, strict=True))
-        counts: dict[str, int] = {}
-        for entry in results:
-            counts[name[entry["category_id"]]] = counts.get(name[entry["category_id"]], 0) + 1
-        ordered = sorted(counts.items(), key=lambda item: -item[1])
-        return Prediction(path, results, dict(ordered))
-
-    def draw(self, prediction: Prediction) -> Image.Image:
-        """The picture under what was found."""
-        return overlay(
-            read_image(prediction.path), prediction.results, self.classes, self.categories
-        )
-
-    def write(self, predictions: Sequence[tuple[Prediction, str]], folder: Path) -> None:
-        """objects.json: what was found in all pictures, in COCO's format, with its images and categories."""
-        images, found = [], []
-        for number, (prediction, _) in enumerate(predictions, start=1):
-            images.append({"id": number, "file_name": str(prediction.path)})
-            found += prediction.results
-        named = [{"id": c, "name": n} for c, n in zip(self.categories, self.classes, strict=True)]
-        content = {"images": images, "categories": named, "annotations": found}
-        (folder / "objects.json").write_text(json.dumps(content) + "\n")
-
-
-def categories(recipe: Detection, classes: Sequence[str]) -> list[int] | None:
-    """Ids of the recipe's data where it can still be read."""
-    try:
-        source = recipe.data.val_source(recipe.seed)
-    except ValueError:
-        return None
-    return source.categories if source.classes == list(classes) else None

@@ -15,16 +15,20 @@ from torch import Tensor, nn
 
 from . import weights as weight_files
 from . import zoo
+from .data.instance_transforms import resized
 from .data.mask_transforms import fit
+from .data.masks import Colour, palette
 from .data.transforms import eval_transform, to_tensor
 from .pale_transformer import VARIANTS
 from .recipes import get
-from .recipes.schema import Classification, Recipe, Segmentation, parse
+from .recipes.schema import Classification, Detection, Recipe, Segmentation, parse
 from .settings import vary
-from .tasks.segmentation.inference import resize_image
+from .tasks.detection import MaskRCNN, Testing
+from .tasks.segmentation.inference import Inference, resize_image
 from .tasks.segmentation.upernet import UperNet
 
-Kind = Literal["classification", "segmentation"]
+Kind = Literal["classification", "segmentation", "detection"]
+KINDS: tuple[Kind, ...] = ("classification", "segmentation", "detection")
 UNTRAINED_SEED = 0  # two commands about one untrained model speak of the same weights
 
 
@@ -34,15 +38,16 @@ class Loaded:
 
     Attributes:
         model: in evaluation mode, in float32 on the CPU.
-        kind: what it gives: a class an image, or one a pixel.
+        kind: what it gives: a class an image, one a pixel, or objects.
         name: of the architecture.
         source: where it comes from, in words.
         trained: whether weights were loaded; else they are as initialised.
         classes: names, in the order of the logits; empty if not known.
         size: classification: side of the square that it is given.
         crop: classification: the short side is brought to size / crop, then the centre is taken.
-        short: segmentation: the short side is brought to this; none: it stays.
-        long: segmentation: unless the long side would exceed this.
+        test: segmentation and detection: how a picture is looked at.
+        colours: segmentation: of the classes.
+        categories: detection: ids of the classes in COCO's json.
         interpolation: of resizing.
         mean: of the pixels, 0 to 1, by channel.
         std: likewise.
@@ -56,16 +61,29 @@ class Loaded:
     classes: tuple[str, ...] = ()
     size: int = 224
     crop: float = 0.875
-    short: int | None = None
-    long: int | None = None
+    test: Inference | Testing | None = None
+    colours: tuple[Colour, ...] = ()
+    categories: tuple[int, ...] = ()
     interpolation: str = "bicubic"
     mean: tuple[float, ...] = field(default=IMAGENET_DEFAULT_MEAN)
     std: tuple[float, ...] = field(default=IMAGENET_DEFAULT_STD)
+
+    @property
+    def short(self) -> int | None:
+        """Segmentation and detection: the short side is brought to this; none: it stays."""
+        return self.test.short if self.test else None
+
+    @property
+    def long(self) -> int | None:
+        """Segmentation and detection: unless the long side would exceed this."""
+        return self.test.long if self.test else None
 
     def pixels(self, picture: Image.Image) -> Tensor:
         """The picture as the model is evaluated on it: (3, h, w), uint8."""
         if self.kind == "classification":
             return eval_transform(self.size, self.crop, self.interpolation)(picture)
+        if self.kind == "detection":
+            return torch.from_numpy(resized(picture, self.short, self.long)).permute(2, 0, 1)
         image = to_tensor(picture)
         return resize_image(image, fit(image.shape[1], image.shape[2], self.short, self.long))
 
@@ -79,7 +97,7 @@ class Loaded:
     def about(self) -> dict[str, Any]:
         """What a file that leaves Python should carry, as JSON holds it."""
         seen: dict[str, Any] = {"size": self.size, "crop": self.crop}
-        if self.kind == "segmentation":
+        if self.kind != "classification":
             seen = {"short": self.short, "long": self.long}
         return {
             "task": self.kind,
@@ -147,7 +165,8 @@ def _built(
             interpolation="bicubic" if how == "random" else how,
         )
     if isinstance(recipe, Segmentation):
-        classes = classes or tuple(recipe.data.class_list().names)
+        known = _class_list(recipe)
+        classes = _known(classes or known[0], path)
         segmenter = vary(recipe.model, weights=None, init=None, new_head=False)
         return Loaded(
             segmenter.build(len(classes), recipe.augment.crop).eval(),
@@ -156,13 +175,54 @@ def _built(
             str(path),
             True,
             classes,
-            short=recipe.test.short,
-            long=recipe.test.long,
+            test=recipe.test,
+            colours=known[1] if known[0] == classes else tuple(palette(len(classes))),
             interpolation="bilinear",
         )
-    raise ValueError(
-        f"{path} is of kind {type(recipe).__name__}; classifiers and segmenters can be used here"
-    )
+    if isinstance(recipe, Detection):
+        names, categories = _categories(recipe)
+        classes = _known(classes or names, path)
+        settings = vary(recipe.model, weights=None, init=None, new_head=False)
+        side = recipe.augment.crop or recipe.augment.short or recipe.data.size
+        return Loaded(
+            settings.build(len(classes), side).eval(),
+            "detection",
+            f"Mask R-CNN on {recipe.model.name}",
+            str(path),
+            True,
+            classes,
+            test=recipe.test,
+            categories=categories if names == classes else tuple(range(1, len(classes) + 1)),
+            interpolation="bilinear",
+        )
+    raise ValueError(f"{path} is of an unknown kind, {type(recipe).__name__}")
+
+
+def _known(classes: tuple[str, ...], path: Path) -> tuple[str, ...]:
+    if not classes:
+        raise ValueError(
+            f"{path} does not name its classes, and the data of its recipe is not here to tell them; "
+            "give weights of a run, or a recipe whose data is at hand"
+        )
+    return classes
+
+
+def _class_list(recipe: Segmentation) -> tuple[tuple[str, ...], tuple[Colour, ...]]:
+    """Names and colours of the recipe's own list, where it can still be read."""
+    try:
+        listed = recipe.data.class_list()
+    except ValueError:
+        return (), ()
+    return tuple(listed.names), tuple(listed.colours)
+
+
+def _categories(recipe: Detection) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names and ids of the recipe's own data, where it can still be read."""
+    try:
+        source = recipe.data.val_source(recipe.seed)
+    except ValueError:
+        return (), ()
+    return tuple(source.classes), tuple(source.categories)
 
 
 def _named(name: str) -> Loaded:
@@ -182,7 +242,12 @@ def _named(name: str) -> Loaded:
 def _module(model: nn.Module) -> Loaded:
     """A module as it is; timm's own notes say how it sees pictures."""
     cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    kind: Kind = "segmentation" if isinstance(model, UperNet) else "classification"
+    kind: Kind = "classification"
+    test: Inference | Testing | None = None
+    if isinstance(model, UperNet):
+        kind, test = "segmentation", Inference(short=None, long=None)
+    elif isinstance(model, MaskRCNN):
+        kind, test = "detection", Testing()
     size = cfg.get("input_size", (3, 224, 224))[-1]
     known = ("mean", "std", "interpolation")
     given = {name: cfg[name] for name in known if name in cfg}
@@ -194,6 +259,7 @@ def _module(model: nn.Module) -> Loaded:
         True,
         size=size,
         crop=cfg.get("crop_pct", 0.875),
+        test=test,
         **given,
     )
 

@@ -1,4 +1,4 @@
-"""Segmentation after training: evaluation at one and at several scales, and predictions for pictures."""
+"""Segmentation after training: evaluation at one and at several scales."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
 from . import weights as weight_files
-from .data.images import read_image
-from .data.mask_transforms import to_tensor
-from .data.masks import Colour, Labels, palette
 from .recipes.schema import Segmentation
-from .settings import vary
-from .tasks.segmentation.inference import Inference, Segmenter
-from .tasks.segmentation.metric import indexed, overlay, pixel_counts
+from .tasks.segmentation.inference import Inference
 from .train.distributed import World
 from .train.evaluate import Evaluation
 
@@ -93,87 +86,3 @@ def write_evaluation(found: Sequence[Evaluated], folder: Path) -> None:
             numbers = [rows[0]["share"]] + [row[c] for row in rows for c in columns]
             cells = ["" if n is None else f"{n:.3f}" for n in numbers]
             writer.writerow([rows[0]["class"], *cells])
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The classes of one picture.
-
-    Attributes:
-        path: the picture.
-        labels: (h, w).
-        shares: by class name, per cent of the pixels, largest first; absent ones are left out.
-    """
-
-    path: Path
-    labels: Labels
-    shares: dict[str, float]
-
-
-class Predictor:
-    """A trained segmenter for pictures of any size.
-
-    Args:
-        model: with its weights.
-        recipe: what it was trained by.
-        classes: their names.
-        how: how pictures are looked at; by default as the recipe evaluates.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        recipe: Segmentation,
-        classes: Sequence[str],
-        how: Inference | None = None,
-    ) -> None:
-        self.classes, self.colours = list(classes), colours(recipe, classes)
-        self.segment = Segmenter(model.eval(), how or recipe.test, len(self.classes))
-
-    @classmethod
-    def load(
-        cls, path: Path, device: str = "cpu", recipe: Segmentation | None = None, **how: Any
-    ) -> Predictor:
-        """From a run or a .safetensors file of one; `how` changes fields of `Inference`."""
-        from .recipes.schema import parse
-
-        weights = weight_files.load(path)
-        if recipe is None:
-            if "recipe" not in weights.about:
-                raise ValueError(
-                    f"{path} does not say which model it is for; name a recipe: --recipe NAME"
-                )
-            parsed = parse(weights.about["recipe"], str(path))
-            if not isinstance(parsed, Segmentation):
-                raise ValueError(f"{path} is no segmenter but of kind {type(parsed).__name__}")
-            recipe = parsed
-        classes = weights.about.get("classes") or recipe.data.class_list().names
-        settings = vary(recipe.model, weights=None, init=None, new_head=False)
-        model = settings.build(len(classes), recipe.augment.crop)
-        weight_files.put(model, weights, path, new_head=False)
-        return cls(model.to(device), recipe, classes, vary(recipe.test, **how))
-
-    def __call__(self, path: Path) -> Prediction:
-        """Segment one picture."""
-        labels = self.segment(to_tensor(read_image(path))).numpy()
-        counts = pixel_counts(labels, len(self.classes))
-        order = np.argsort(-counts, kind="stable")
-        shares = {self.classes[i]: 100 * counts[i] / labels.size for i in order if counts[i]}
-        return Prediction(path, labels, {name: float(share) for name, share in shares.items()})
-
-    def write(self, prediction: Prediction, folder: Path, stem: str) -> list[Path]:
-        """STEM.png, indexed in the classes' colours, and STEM_overlay.jpg."""
-        mask, over = folder / f"{stem}.png", folder / f"{stem}_overlay.jpg"
-        mask.parent.mkdir(parents=True, exist_ok=True)
-        indexed(prediction.labels, self.colours).save(mask)
-        overlay(read_image(prediction.path), prediction.labels, self.colours).save(over, quality=90)
-        return [mask, over]
-
-
-def colours(recipe: Segmentation, classes: Sequence[str]) -> list[Colour]:
-    """Those of the recipe's class list where it can still be read, else plain ones."""
-    try:
-        listed = recipe.data.class_list()
-    except ValueError:
-        return palette(len(classes))
-    return listed.colours if list(listed.names) == list(classes) else palette(len(classes))

@@ -10,7 +10,8 @@ equal parts to the 3x3 tokens that its convolution reads. Nothing is lost: the m
 and position encoding are left out, as in the original.
 
 Grad-CAM (Selvaraju et al., 2017) works on the map that a stage gives, for the logit of a class; of a
-segmenter, for the sum of the class's logits over the pixels it won (Seg-Grad-CAM).
+segmenter, for the sum of the class's logits over the pixels it won (Seg-Grad-CAM); of a detector, for the
+log-probability of the class at the region that shows it most surely.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
+from torchvision.models.detection.image_list import ImageList
 
 from .data.images import read_image
 from .layers import separable_convs
@@ -33,6 +35,7 @@ from .loading import Loaded, load, read_pixels
 from .ops.pale_attention import attention_weights
 from .ops.pale_attention.region import Region
 from .pale_transformer import PaleTransformer, PSAttention
+from .tasks.detection import MaskRCNN
 
 Array = NDArray[np.float32]
 Token = tuple[int, int]  # row and column on a stage's map
@@ -64,7 +67,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Scored:
-    """A class of the picture: its number, its name, its probability (segmentation: share of the pixels)."""
+    """A class of the picture: its number, its name, and its share.
+
+    The share is the probability; of a segmenter, the share of the pixels; of a detector, the probability at the region
+    that shows the class most surely.
+    """
 
     number: int
     name: str
@@ -105,6 +112,8 @@ class Look:
         try:
             with torch.enable_grad():
                 # For Grad-CAM the maps need a graph, the weights no gradient.
+                if isinstance(self.loaded.model, MaskRCNN):
+                    return _surest(self.loaded.model, images.requires_grad_())
                 return self.loaded.model(images.requires_grad_())
         finally:
             for handle in handles:
@@ -124,7 +133,9 @@ class Look:
 
     def _score(self) -> list[Scored]:
         logits = self._logits.detach()[0]
-        if logits.dim() == 1:
+        if self.loaded.kind == "detection":
+            shares = logits.exp()
+        elif logits.dim() == 1:
             shares = logits.softmax(0)
         else:
             won = logits.argmax(0).flatten()
@@ -254,6 +265,16 @@ def look(
     if not isinstance(picture, Image.Image):
         picture = read_image(picture)
     return Look(loaded, picture.convert("RGB"), size)
+
+
+def _surest(model: MaskRCNN, images: Tensor) -> Tensor:
+    """Of each class, the log-probability at the region that shows it most surely, (1, classes)."""
+    maps = model.body(images)
+    size = (images.shape[2], images.shape[3])
+    with torch.no_grad():
+        found, _ = model.rpn(ImageList(images, [size]), maps)
+    logits, _ = model.roi_heads._boxes(list(maps.values()), found)
+    return logits.log_softmax(1)[:, 1:].amax(0, keepdim=True)
 
 
 def handed_on(block: Block, held: Tensor) -> Tensor:

@@ -243,7 +243,7 @@ def page(
     data: dict[str, Any] = {
         "about": ", ".join(filter(None, [title, told(look)])),
         "trained": look.loaded.trained,
-        "share": "probability" if look.loaded.kind == "classification" else "share of pixels",
+        "share": "share of pixels" if look.loaded.kind == "segmentation" else "probability",
         "photo": [width, height],
         "width": w,
         "height": h,

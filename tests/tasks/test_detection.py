@@ -15,7 +15,7 @@ from PIL import Image
 
 from pale.cli import main
 from pale.data.stream import Stream, grouped
-from pale.detect import Predictor
+from pale.predict import Predictor
 from pale.recipes import RECIPES, get
 from pale.recipes.schema import text
 from pale.train.distributed import World
@@ -168,10 +168,11 @@ def test_train_eval_predict_report_on_coco_files(tmp_path, capsys):
 
     out = tmp_path / "out"
     Image.new("RGB", (90, 61), "red").save(tmp_path / "p.png")
-    words = ["predict", str(run), str(tmp_path / "p.png"), str(root / "val"), "-o", str(out)]
+    words = ["predict", str(tmp_path / "p.png"), str(root / "val"), "--weights", str(run)]
+    words += ["-o", str(out)]
     assert main([*words, "--score", "0", "--device", "cpu"]) == 0
-    assert f"{out} written: 4 pictures and objects.json" in capsys.readouterr().out
-    with Image.open(out / "p_objects.jpg") as picture:
+    assert f"{out} written: 4 of 4 pictures" in capsys.readouterr().err
+    with Image.open(out / "p_predicted.jpg") as picture:
         assert picture.size == (90, 61)
     content = json.loads((out / "objects.json").read_text())
     assert len(content["images"]) == 4
@@ -180,18 +181,18 @@ def test_train_eval_predict_report_on_coco_files(tmp_path, capsys):
     assert mine[0]["segmentation"]["size"] == [61, 90]
     capsys.readouterr()
     assert main([*words, "--slide"]) == 1
-    assert "--slide and --multi belong to segmenters" in capsys.readouterr().err
+    assert "slide and multi belong to segmenters" in capsys.readouterr().err
 
 
 def test_a_predictor_takes_pictures_of_any_size(tmp_path):
     run = tmp_path / "run"
     train(detected(steps=1, test__score=0.0), run, CPU, quiet=True)
-    predictor = Predictor.load(run, score=0.0, most=3)
+    predictor = Predictor(run, score=0.0, most=3)
     Image.new("RGB", (300, 40), "red").save(tmp_path / "p.png")
     found = predictor(tmp_path / "p.png")
-    assert len(found.results) <= 3
-    assert sum(found.counts.values()) == len(found.results)
-    assert predictor.draw(found).size == (300, 40)
+    assert len(found.objects) <= 3
+    assert sum(found.counts.values()) == len(found.objects)
+    assert found.draw().size == (300, 40)
 
 
 def test_what_is_left_out_is_told_at_the_start(tmp_path):

@@ -135,23 +135,22 @@ def test_eval_prints_both_protocols_and_writes_tables(trained, capsys):
 def test_predict_writes_masks_overlays_and_shares(trained, capsys):
     out_dir = trained / "predicted"
     source = trained / "data/images/val"
-    code, out, _ = run(capsys, "predict", trained / "run", source, "-o", out_dir, "--slide")
+    weights = ["--weights", trained / "run", "-o", out_dir]
+    code, out, _ = run(capsys, "predict", source, *weights, "--slide")
     assert code == 0, out
-    with Image.open(out_dir / "0.png") as mask:
+    with Image.open(out_dir / "0_mask.png") as mask:
         mask.load()
     assert (mask.mode, mask.size) == ("P", (32, 32))
     assert np.asarray(mask).max() < 9
     shown = np.asarray(mask.convert("RGB"))
     assert np.array_equal(shown, colours()[np.asarray(mask)])
-    with Image.open(out_dir / "1_overlay.jpg") as over:
+    with Image.open(out_dir / "1_predicted.jpg") as over:
         assert over.size == (32, 32)
-    shares = json.loads((out_dir / "shares.json").read_text())
-    assert [sum(s.values()) for s in shares.values()] == pytest.approx([100, 100])
-    code, out, _ = run(
-        capsys, "predict", trained / "run", source / "0.png", "-o", out_dir, "--json", "--multi"
-    )
-    assert list(json.loads(out)) == [str(source / "0.png")]
-    code, _, err = run(capsys, "predict", trained / "run", trained / "no.png", "-o", out_dir)
+    lines = [json.loads(line) for line in (out_dir / "predictions.jsonl").read_text().splitlines()]
+    assert [sum(c["share"] for c in line["classes"]) for line in lines] == pytest.approx([100, 100])
+    code, out, _ = run(capsys, "predict", source / "0.png", *weights, "--json", "--multi")
+    assert json.loads(out)["picture"] == str(source / "0.png")
+    code, _, err = run(capsys, "predict", trained / "no.png", *weights)
     assert code == 1
     assert "there is no picture or folder" in err
 

@@ -11,7 +11,7 @@ keeps only the rows of windows that the next block needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -251,7 +251,31 @@ class Segmenter:
     def __call__(self, image: Tensor) -> Tensor:
         """The class of every pixel, uint8 (h, w) on the CPU, of a uint8 image (3, h, w)."""
         h, w = image.shape[1:]
-        maps = [Resized(map_, (h, w)) for map_ in self.maps(image)]
+        return self._decide([Resized(map_, (h, w)) for map_ in self.maps(image)], h, w)
+
+    @torch.no_grad()
+    def several(self, images: Sequence[Tensor]) -> list[Tensor]:
+        """`__call__` of each; those that the model sees at one size in one go, where one look is all."""
+        how = self.how
+        if how.mode == "slide" or how.flip or len(how.scales) > 1:
+            return [self(image) for image in images]
+        own = [(image.shape[1], image.shape[2]) for image in images]
+        seen = [
+            resize_image(x, fit(*s, how.short, how.long, how.scales[0]))
+            for x, s in zip(images, own, strict=True)
+        ]
+        out: list[Tensor] = [torch.empty(0)] * len(images)
+        for size in dict.fromkeys(x.shape[1:] for x in seen):
+            alike = [i for i, x in enumerate(seen) if x.shape[1:] == size]
+            logits = self.model(
+                normalise(torch.stack([seen[i] for i in alike]).to(self.device))
+            ).float()
+            for i, held in zip(alike, logits, strict=True):
+                map_ = Resized(Held(held), (size[0], size[1]))
+                out[i] = self._decide([Resized(map_, own[i])], *own[i])
+        return out
+
+    def _decide(self, maps: list[Resized], h: int, w: int) -> Tensor:
         out = torch.empty(h, w, dtype=torch.uint8)
         rows, columns = self.blocks(h, w, len(maps))
         for left in range(0, w, columns):

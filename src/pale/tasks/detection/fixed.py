@@ -1,0 +1,135 @@
+"""Mask R-CNN with results of a fixed size, for exporters: the same arithmetic without tables that grow and shrink.
+
+Between a detector's steps, the number of boxes depends on the picture. Tracers and ONNX runtimes can follow that
+in part only, so here every step keeps a fixed number of places, and those without a box have a score below all
+others: the best of each level, the proposals, the candidates for an object, the objects. Suppression (NMS) marks
+places in place of choosing them. A region of interest is asked of every level, as an empty one where the level is
+not its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.ops import nms, roi_align
+
+from .mask_rcnn import FINEST_SCALE, MaskRCNN, PyramidRoIAlign
+
+CANDIDATES = 2000  # (region, class) pairs among which objects are chosen; beyond these a picture would be full
+LEAST_SIDE = {"proposal": 1e-3, "object": 1e-2}  # torchvision's
+PADDED_TO = 32
+NAMES = ("boxes", "scores", "labels", "masks")
+
+
+class FixedMaskRCNN(nn.Module):
+    """One normalised image (1, 3, h, w) -> boxes (n, 4), scores (n,), labels (n,) from 1 on, masks (n, 28, 28).
+
+    n is the largest number of objects; places without one have score 0 and label 0. A detector without masks gives
+    the first three alone.
+    """
+
+    def __init__(self, model: MaskRCNN) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """As the class says."""
+        h, w = images.shape[-2:]
+        padded = F.pad(images, (0, -w % PADDED_TO, 0, -h % PADDED_TO))
+        edge = torch.stack([_scalar(n, images) for n in (w, h, w, h)])
+        maps = list(self.model.body(padded).values())
+        boxes, alive = self._proposals(maps, edge)
+        boxes, scores, labels = self._objects(maps, boxes, alive, edge)
+        if not self.model.with_masks:
+            return boxes, scores, labels
+        heads = self.model.roi_heads
+        pooled = _pooled(heads.mask_roi_pool, maps, boxes)
+        logits = heads.mask_predictor(heads.mask_head(pooled)).float()
+        own = logits.gather(1, labels.view(-1, 1, 1, 1).expand(-1, 1, *logits.shape[2:]))[:, 0]
+        return boxes, scores, labels, own.sigmoid()
+
+    def _proposals(self, maps: list[Tensor], edge: Tensor) -> tuple[Tensor, Tensor]:
+        """The regions, (n, 4), and which places hold one."""
+        rpn = self.model.rpn
+        every, codes = rpn.head(maps)
+        best = rpn.pre_nms_top_n()
+        cell = rpn.anchor_generator.cell.to(edge.device)
+        found_boxes, found_scores, levels = [], [], []
+        strides = rpn.anchor_generator.strides
+        for number, (score, code, stride) in enumerate(zip(every, codes, strides, strict=True)):
+            h, w = score.shape[-2:]
+            y, x = (torch.arange(n, device=score.device, dtype=torch.float32) for n in (h, w))
+            v, u = torch.meshgrid(y, x, indexing="ij")
+            centres = torch.stack([u, v, u, v], -1).reshape(-1, 1, 4)
+            anchors = ((centres + cell) * stride).reshape(-1, 4)
+            code = code.reshape(len(cell), 4, h, w).permute(2, 3, 0, 1).reshape(-1, 4)
+            flat = score.permute(0, 2, 3, 1).reshape(-1)
+            flat = F.pad(flat, (0, best), value=float("-inf"))  # a small map has fewer than `best`
+            top, place = flat.topk(best)
+            anchors, code = (F.pad(t, (0, 0, 0, best))[place] for t in (anchors, code))
+            boxes = rpn.box_coder.decode_single(code, anchors)
+            found_boxes.append(boxes)
+            found_scores.append(top.sigmoid())
+            levels.append(torch.full_like(top, number))
+        boxes, scores = _clipped(torch.cat(found_boxes), edge), torch.cat(found_scores)
+        alive = _large(boxes, LEAST_SIDE["proposal"]) & (scores > 0)
+        scores = _survivors(boxes, scores, alive, torch.cat(levels), rpn.nms_thresh)
+        top, place = scores.topk(min(rpn.post_nms_top_n(), len(scores)))
+        return boxes[place], top > 0
+
+    def _objects(
+        self, maps: list[Tensor], regions: Tensor, alive: Tensor, edge: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.model.roi_heads
+        pooled = _pooled(heads.box_roi_pool, maps, regions)
+        logits, codes = heads.box_predictor(heads.box_head(pooled))
+        n, classes = logits.shape
+        boxes = heads.box_coder.decode_single(codes, regions).reshape(n, classes, 4)
+        boxes = _clipped(boxes[:, 1:].reshape(-1, 4), edge)
+        scores = torch.where(alive[:, None], logits.softmax(-1)[:, 1:], 0.0).reshape(-1)
+        able = (scores > heads.score_thresh) & _large(boxes, LEAST_SIDE["object"])
+        scores, place = torch.where(able, scores, 0.0).topk(min(CANDIDATES, n * (classes - 1)))
+        boxes, labels = boxes[place], place % (classes - 1) + 1
+        scores = _survivors(boxes, scores, scores > 0, labels.float(), heads.nms_thresh)
+        scores, place = scores.topk(min(heads.detections_per_img, len(scores)))
+        scores, found = scores.clamp(min=0), scores > 0
+        return boxes[place] * found[:, None], scores, labels[place] * found
+
+
+def _survivors(
+    boxes: Tensor, scores: Tensor, alive: Tensor, kinds: Tensor, overlap: float
+) -> Tensor:
+    """The scores, -1 where a better box of the same kind overlaps, or nothing is alive."""
+    scores = torch.where(alive, scores, -1.0)
+    apart = boxes + (kinds * (boxes.max() + 1))[:, None]
+    kept = torch.zeros_like(scores).index_fill(0, nms(apart, scores, overlap), 1.0)
+    return torch.where((kept > 0) & alive, scores, -1.0)
+
+
+def _pooled(pool: PyramidRoIAlign, maps: list[Tensor], boxes: Tensor) -> Tensor:
+    """`PyramidRoIAlign` of one image, every level asked for every box, most of them empty there."""
+    size = boxes[:, 2:] - boxes[:, :2]
+    scale = size.prod(1).clamp(min=0).sqrt()
+    level = (scale / FINEST_SCALE + 1e-6).log2().floor().clamp(0, len(pool.strides) - 1)
+    out: Tensor | None = None
+    for i, (stride, x) in enumerate(zip(pool.strides, maps, strict=False)):
+        mine = (level == i)[:, None]
+        regions = torch.cat([torch.zeros_like(boxes[:, :1]), torch.where(mine, boxes, 0.0)], 1)
+        found = roi_align(x, regions, pool.side, 1 / stride, 0, aligned=True)
+        found = torch.where(mine[..., None, None], found, 0.0)
+        out = found if out is None else out + found
+    assert out is not None
+    return out
+
+
+def _clipped(boxes: Tensor, edge: Tensor) -> Tensor:
+    return torch.minimum(boxes.clamp(min=0), edge)
+
+
+def _large(boxes: Tensor, side: float) -> Tensor:
+    return ((boxes[:, 2:] - boxes[:, :2]) >= side).all(1)
+
+
+def _scalar(n: int, like: Tensor) -> Tensor:
+    return torch.scalar_tensor(n, dtype=like.dtype, device=like.device)
