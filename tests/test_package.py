@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,11 @@ def test_wheel_alone_in_an_empty_environment_runs(project: Path, tmp_path: Path)
         capture_output=True,
     )
     (wheel,) = tmp_path.glob("pale_transformer-*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        inside = set(file.namelist())
+    # Weights, cards and their index too, where there are some.
+    folder = project / "src/pale/zoo"
+    assert {f"pale/zoo/{p.name}" for p in folder.iterdir() if p.is_file()} <= inside
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run(

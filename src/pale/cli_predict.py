@@ -27,14 +27,14 @@ def add_predict(command: Callable[[str, Run, str], Any]) -> None:
     )
     predict.add_argument(
         "--weights",
-        required=True,
         metavar="MODEL",
-        help="a run's folder, or a .safetensors file of one",
+        help="a run's folder, a .safetensors file of one, or a name that pale weights lists (default: the package's "
+        "own for the task)",
     )
     predict.add_argument(
         "--task",
         choices=["classification", "segmentation", "detection"],
-        help="default: what the weights are for",
+        help="default: what the weights are for, or classification",
     )
     predict.add_argument(
         "-o", "--output", type=Path, help="folder for JSON, CSV, masks and drawn pictures"

@@ -14,6 +14,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from . import weights as weight_files
+from . import zoo
 from .data.instance_transforms import resized
 from .data.mask_transforms import fit
 from .data.masks import Colour, palette
@@ -111,7 +112,7 @@ class Loaded:
 
 
 def load(source: str | Path | nn.Module | Loaded, recipe: str | None = None) -> Loaded:
-    """The model of a run's folder, a file of weights, a model's name, or a module.
+    """The model of a run's folder, a file of weights, a name of the zoo or of a model, or a module.
 
     Args:
         source: where it is.
@@ -122,6 +123,8 @@ def load(source: str | Path | nn.Module | Loaded, recipe: str | None = None) -> 
     if isinstance(source, nn.Module):
         return _module(source)
     path = Path(source)
+    if not path.exists() and (known := zoo.find(str(source))) is not None:
+        path = known
     # What is no path on this machine, and does not look like one, is a name.
     if not path.exists() and path.name == str(source) and path.suffix != ".safetensors":
         if recipe is not None:

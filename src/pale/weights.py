@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from . import packing, zoo
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -29,14 +31,33 @@ class Weights:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-def save(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write a safetensors file with `about` in its header."""
-    packed = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(packed, path, metadata={"pale": json.dumps(dict(about))})
+def save(
+    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], packed: bool = False
+) -> None:
+    """Write a safetensors file with `about` in its header.
+
+    Args:
+        path: the file.
+        tensors: by name.
+        about: see `Weights`.
+        packed: in a quarter of the space, rounded (`packing`); `load` reads both.
+    """
+    header = dict(about)
+    if packed:
+        stored = packing.pack(tensors)
+        header["packed"] = {"format": packing.FORMAT, "crc32": packing.checksum(stored)}
+    else:
+        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(stored, path, metadata={"pale": json.dumps(header)})
 
 
 def load(path: Path) -> Weights:
-    """Read a run's folder, a safetensors file, or a foreign .pth or .pt as far as it holds tensors alone."""
+    """Read a run's folder, a safetensors file, or a foreign .pth or .pt as far as it holds tensors alone.
+
+    What is no path on this machine may be the name of weights that come with the package (`zoo`).
+    """
+    if not path.exists() and (known := zoo.find(str(path))) is not None:
+        path = known
     if path.is_dir():
         found = [path / name for name in ("weights.safetensors", "model.safetensors")]
         found = [file for file in found if file.is_file()]
@@ -47,17 +68,42 @@ def load(path: Path) -> Weights:
             )
         path = found[0]
     if not path.is_file():
-        raise ValueError(f"there are no weights at {path}; give a .safetensors file or a run")
+        raise ValueError(
+            f"there are no weights at {path}; give a .safetensors file, a run, or a name that pale weights lists"
+        )
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, "pt") as file:
                 about = json.loads((file.metadata() or {}).get("pale", "{}"))
-                return Weights({name: file.get_tensor(name) for name in file.keys()}, about)  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{path} is damaged ({error}); take another file, or an earlier checkpoint of the run"
-            ) from None
+            raise _damaged(path, error) from None
+        return _unpacked(path, tensors, about)
     return _foreign(path)
+
+
+def _unpacked(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> Weights:
+    how = about.pop("packed", None)
+    if how is None:
+        return Weights(tensors, about)
+    number = how.get("format") if isinstance(how, dict) else None
+    if number != packing.FORMAT:
+        raise ValueError(
+            f"{path} is packed in format {number}, this version reads {packing.FORMAT}; "
+            "update: pip install -U pale-transformer"
+        )
+    if how.get("crc32") != packing.checksum(tensors):
+        raise _damaged(path, "its bytes are not those that were written")
+    try:
+        return Weights(packing.unpack(tensors), about)
+    except ValueError as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, reason: object) -> ValueError:
+    return ValueError(
+        f"{path} is damaged ({reason}); take another file, or an earlier checkpoint of the run"
+    )
 
 
 def _foreign(path: Path) -> Weights:

@@ -197,6 +197,28 @@ def list_file(path: Path, root: Path, classes: Sequence[str] | None = None) -> F
     return Files(root, paths, [number_of[word] for word in words], known)
 
 
+def pets(root: Path, split: str, classes: Sequence[str] | None = None) -> Files:
+    """Oxford-IIIT Pet: the breeds of a split's list, named and ordered as torchvision does ("American Bulldog").
+
+    Args:
+        root: holds images/ and annotations/.
+        split: "trainval" or "test".
+        classes: the classes that a matching set has.
+    """
+    path = root / "annotations" / f"{split}.txt"
+    if not path.is_file():
+        raise ValueError(f"there is no list {path}; expected is the Oxford-IIIT Pet data set")
+    rows = [line.split() for line in path.read_text().splitlines()]
+    rows = [row for row in rows if row and not row[0].startswith("#")]
+    names = {int(row[1]): row[0].rpartition("_")[0].replace("_", " ").title() for row in rows}
+    known = list(classes) if classes is not None else [names[i] for i in sorted(names)]
+    if unknown := sorted(set(names.values()) - set(known)):
+        raise ValueError(f"{path} names classes that the training set does not: {_some(unknown)}")
+    number_of = {name: i for i, name in enumerate(known)}
+    labels = [number_of[names[int(row[1])]] for row in rows]
+    return Files(root, [f"images/{row[0]}.jpg" for row in rows], labels, known)
+
+
 class Part:
     """Some pictures of a source."""
 

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from .. import zoo
 from ..data import rle
 from ..data.masks import palette
 from ..data.transforms import to_tensor
@@ -42,7 +43,8 @@ class Predictor:
     """A trained model for pictures: paths, bytes, images of Pillow, arrays, tensors.
 
     Args:
-        source: a run's folder, a .safetensors file, a model's name, or a module.
+        source: a run's folder, a .safetensors file, a name of `pale weights`, a model's name, or a module; by default
+            the weights that come with the package for the task.
         task: "classification", "segmentation" or "detection"; by default what the model does.
         recipe: for foreign weights: the name of the recipe that says the model.
         device: by default the GPU where there is one.
@@ -63,7 +65,7 @@ class Predictor:
 
     def __init__(
         self,
-        source: str | Path | nn.Module | Loaded,
+        source: str | Path | nn.Module | Loaded | None = None,
         task: Kind | None = None,
         *,
         recipe: str | None = None,
@@ -81,7 +83,7 @@ class Predictor:
         for name, value in (("top", top), ("batch", batch)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        loaded = load(source, recipe)
+        loaded = load(_in_the_box(task) if source is None else source, recipe)
         if task is not None and loaded.kind != task:
             raise ValueError(
                 f"{loaded.source} is for {loaded.kind}, not {task}; leave out the task, or give other weights"
@@ -207,6 +209,17 @@ class Predictor:
                 del entry["image_id"]
             said.append(Detected(n, p, objects, self.classes, self.categories))
         return said
+
+
+def _in_the_box(task: Kind | None) -> str:
+    """The name of the weights that come with the package."""
+    found = zoo.default(task or "classification")
+    if found is None:
+        raise ValueError(
+            f"no weights for {task or 'classification'} come with this installation; give a run's folder or a "
+            ".safetensors file (--weights)"
+        )
+    return found
 
 
 def _looked(

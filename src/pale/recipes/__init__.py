@@ -13,6 +13,7 @@ from . import (
     ade20k,
     camvid,
     coco,
+    demo,
     finetune,
     imagenet,
     pets,
@@ -49,6 +50,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         small_masks,
         coco,
         small_boxes,
+        demo,
     )
     for name, function in _functions(module).items()
 }

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from .. import weights as weight_files
-from ..data.images import Source, folder, hold_out, list_file
+from ..data.images import Source, folder, hold_out, list_file, pets
 from ..data.labelled import Labelled, SceneImages, collate
 from ..data.mixing import Mix, Mixer, TokenMixer
 from ..data.scenes import Scenes
@@ -89,9 +89,10 @@ class Model(Settings):
 class Data(Settings):
     """Which pictures, and how large."""
 
-    kind: Literal["folder", "list", "shards", "scenes"] = "folder"
+    kind: Literal["folder", "list", "shards", "pets", "scenes"] = "folder"
     root: Path | None = None  # but for scenes: where the pictures lie
-    # folder: root/train/<class>/<picture>; list: the list file, under root; shards: root/train-*.tar
+    # folder: root/train/<class>/<picture>; list: the list file, under root; shards: root/train-*.tar; pets: the breeds
+    # of Oxford-IIIT Pet, root/annotations/train.txt
     train: str = "train"
     val: str = "val"
     hold_out: float = Field(default=0.0, ge=0, lt=1)  # validate on this share of the training set
@@ -128,6 +129,8 @@ class Data(Settings):
             return folder(self.root / name, classes)
         if self.kind == "shards":
             return Shards(self.root, name, classes)
+        if self.kind == "pets":
+            return pets(self.root, name, classes)
         return list_file(self.root / name, self.root, classes)
 
 

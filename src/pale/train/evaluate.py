@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,20 @@ class Share(Sampler[list[tuple[int, int]]]):
         world: the processes.
         even: as many batches on each process, for models whose forward pass all processes make together; from
             number `own` on they do not count.
+        only: the images that count, by number; none: all.
     """
 
-    def __init__(self, samples: int, batch: int, world: World, even: bool = False) -> None:
-        self.indices = range(world.rank, samples, world.size)
+    def __init__(
+        self,
+        samples: int,
+        batch: int,
+        world: World,
+        even: bool = False,
+        only: Sequence[int] | None = None,
+    ) -> None:
+        chosen = range(samples) if only is None else only
+        samples = len(chosen)
+        self.indices = chosen[world.rank :: world.size]
         self.batch = batch
         self.own = -(-len(self.indices) // batch)
         most = -(-samples // world.size)  # images of the first process
@@ -53,14 +63,21 @@ class Evaluation:
         batch: images a batch.
         workers: reading processes; they stay between evaluations, as starting them costs more than a small set.
         even: see `Share`.
+        only: see `Share`.
     """
 
     def __init__(
-        self, task: Task, world: World, batch: int, workers: int, even: bool = False
+        self,
+        task: Task,
+        world: World,
+        batch: int,
+        workers: int,
+        even: bool = False,
+        only: Sequence[int] | None = None,
     ) -> None:
         self.task, self.world = task, world
         data = task.val_data()
-        self.share = Share(len(data), batch, world, even)  # type: ignore[arg-type]
+        self.share = Share(len(data), batch, world, even, only)  # type: ignore[arg-type]
         pin = world.device.type == "cuda"
         self.loader = make_loader(data, self.share, task.collate, workers, pin, persistent=True)
 

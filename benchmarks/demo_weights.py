@@ -1,0 +1,474 @@
+"""Make the weights that come with the package: three tasks on pet photos, beside a timm model of the same size.
+
+    python benchmarks/demo_weights.py DATA OUT                         # ours, packed, with cards; then the peers
+    python benchmarks/demo_weights.py DATA OUT --minutes 9             # in pieces: run it again to go on
+    python benchmarks/demo_weights.py DATA OUT --hold-out 0.1 --only classify --classify '--optim.lr 2e-3'   # to choose
+    python benchmarks/demo_weights.py DATA OUT --toy --peers ''        # a few steps on a CPU, to try the script
+
+DATA holds oxford-iiit-pet/. Every model learns by the same recipe, heads and settings (demo.*): the classifier from
+nothing, segmenter and detector from the backbone of the classifier of the same model and seed, and what is measured
+are the last step's weights. Ours are packed from seed 0, whatever other seeds give, and the packed file is what its
+card reports.
+
+OUT gets NAME.safetensors, NAME.md, index.json and demo_weights.json (every run's figures): the files of src/pale/zoo
+but for the last. The runs themselves are under --runs. What is done already is not done again; a run that was cut off
+goes on. With --hold-out nothing is packed, and the test photos are not read.
+"""
+
+import argparse
+import hashlib
+import json
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from common import about, done, mean, summary
+
+from pale import weights as weight_files
+from pale import zoo
+from pale.data.images import read_image
+from pale.loading import load
+from pale.recipes import get
+from pale.train.distributed import join
+from pale.zoo.folder import pack, read
+from pale.zoo.measure import measure
+
+OURS = "pale_nano"
+PHOTOS = 64  # to compare logits before and after packing
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A task: its recipe, the columns of its table, and what makes it a matter of seconds on a CPU."""
+
+    name: str
+    kind: str
+    columns: dict[str, str]
+    toy: str
+    batch: int = 32
+
+    @property
+    def recipe(self) -> str:
+        return f"demo.{self.name}"
+
+
+PLANS = {
+    "classify": Plan(
+        "classify_pets",
+        "classification",
+        {"top1": "top-1", "top5": "top-5"},
+        "--data.size 64 --batch 16 --steps 6 --warmup_steps 2",
+    ),
+    "segment": Plan(
+        "segment_pets",
+        "segmentation",
+        {"miou": "mIoU", "macc": "mAcc", "aacc": "pixel accuracy"},
+        "--augment.crop 64 --augment.short 64 --test.short 64 --batch 8 --steps 3 --warmup_steps 1",
+    ),
+    "detect": Plan(
+        "detect_pets",
+        "detection",
+        {
+            "box_ap": "box AP",
+            "box_ap50": "box AP50",
+            "mask_ap": "mask AP",
+            "mask_ap50": "mask AP50",
+        },
+        "--augment.crop 80 --augment.short 80 --test.short 80 --data.limit 24 --batch 4 --steps 3 --warmup_steps 1",
+    ),
+}
+
+
+class TimeUpError(Exception):
+    """A run was stopped and saved, or not begun."""
+
+
+def train(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
+    """Train, go on, or leave as it is; whether steps were recorded as CUDA graphs."""
+    eager = run.with_name(f"{run.name}.eager")
+    graph = get(str(words[0])).cuda_graph and "--cuda_graph" not in words and not eager.exists()
+    if done(run):
+        return graph and torch.cuda.is_available()
+    if time.monotonic() > args.deadline - 20:
+        raise TimeUpError
+    if list((run / "checkpoints").glob("step_*")):
+        command = ["train", "--resume", run]
+    else:
+        shutil.rmtree(run, ignore_errors=True)
+        plain = ["--cuda_graph", "false"] if eager.exists() else []
+        command = ["train", *words, *plain, "--output", run]
+    print("+ pale", *command, flush=True)
+    child = subprocess.Popen([sys.executable, "-m", "pale", *map(str, command)])
+    try:
+        code = child.wait(max(args.deadline - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        raise TimeUpError from None
+    finally:
+        if child.poll() is None:
+            child.terminate()  # it saves
+            child.wait()
+    if code == 0:
+        return graph and torch.cuda.is_available()
+    if graph and torch.cuda.is_available():
+        print(f"{run.name} failed; perhaps its step cannot be recorded: again without", flush=True)
+        eager.touch()
+        shutil.rmtree(run, ignore_errors=True)
+        return train(args, run, words)
+    raise RuntimeError(f"{run} failed with exit code {code}")
+
+
+def settings(args: argparse.Namespace, task: str) -> list[str]:
+    words = [*shlex.split(PLANS[task].toy), "--log_every", "1"] if args.toy else []
+    words += shlex.split(getattr(args, task))
+    if args.hold_out:
+        words += ["--data.hold_out", str(args.hold_out)]
+    return words
+
+
+def key(args: argparse.Namespace, task: str) -> str:
+    """Of all that the result depends on but model and seed: with other settings, another run."""
+    told = [get(PLANS[task].recipe).plain(), settings(args, task)]
+    if task != "classify":
+        told.append(None if args.scratch else key(args, "classify"))
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:8]
+
+
+def trained(args: argparse.Namespace, task: str, model: str, seed: int) -> tuple[Path, bool]:
+    """The run of a task, after that of its classifier."""
+    words: list[object] = [PLANS[task].recipe, "--data.root", args.data / "oxford-iiit-pet"]
+    words += ["--model.name", model, "--seed", seed, "--data.workers", args.workers]
+    words += ["--saving.every_minutes", 1, *settings(args, task)]
+    if task != "classify" and not args.scratch:
+        words += ["--init", classifier(args, model, seed)]
+    run = args.runs / f"{task}_{model}_{seed}_{key(args, task)}"
+    return run, train(args, run, words)
+
+
+def classifier(args: argparse.Namespace, model: str, seed: int) -> Path:
+    """What segmenter and detector start from: ours is the packed file, as its users have it."""
+    if model == OURS and seed == 0 and not args.hold_out:
+        row(args, "classify", model, seed)
+        return args.out / f"{PLANS['classify'].name}.safetensors"
+    return trained(args, "classify", model, seed)[0]
+
+
+def row(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
+    """A run's figures; those of an earlier call with the same settings stand."""
+    said = {"task": task, "model": model, "seed": seed, "key": key(args, task)}
+    said |= {"settings": settings(args, task), "scratch": args.scratch or task == "classify"}
+    packs = model == OURS and seed == 0 and not args.hold_out
+    for known in args.rows:
+        if all(known.get(k) == v for k, v in said.items()):
+            if not packs or zoo.find(PLANS[task].name, args.out):
+                return known
+            args.rows.remove(known)
+            break
+    run, graph = trained(args, task, model, seed)
+    if not args.hold_out:  # what other settings gave does not belong into a card
+        args.rows[:] = [r for r in args.rows if r["task"] != task or r["key"] == said["key"]]
+    found = said | summary(run) | {"cuda_graph": graph, "params": parameters(run)}
+    print(f"{task}, {model}, seed {seed}: {figures(PLANS[task], found['val'])}", flush=True)
+    args.rows.append(found)
+    if packs:
+        publish(args, task, run, found)
+    write(args)
+    return found
+
+
+def parameters(run: Path) -> int:
+    """Without what batch norm counts; a model's buffers are not its parameters."""
+    counted = ("running_mean", "running_var", "num_batches_tracked")
+    tensors = weight_files.load(run).tensors
+    return sum(t.numel() for n, t in tensors.items() if n.rpartition(".")[2] not in counted)
+
+
+def publish(args: argparse.Namespace, task: str, run: Path, found: dict) -> None:
+    """Pack, measure the packed file, and note it in the index."""
+    plan = PLANS[task]
+    path = args.out / f"{plan.name}.safetensors"
+    size = pack(run, path)
+    root = args.data / "oxford-iiit-pet"
+    with join() as world:
+        found["packed"] = measure(path, root, world, batch=plan.batch, workers=args.workers)
+    found["packing"] = {"bytes": size} | (effect(run, path, root) if task != "detect" else {})
+    words = ["pale", "train", plan.recipe, "--data.root", "oxford-iiit-pet"]
+    words += settings(args, task)
+    if not found["scratch"]:
+        words += ["--init", PLANS["classify"].name]
+    classes = len(weight_files.load(path).about["classes"])
+    entry = zoo.Entry(
+        plan.name,
+        plan.kind,
+        OURS,
+        path.name,
+        f"{plan.name}.md",
+        size,
+        zoo.digest(path),
+        found["params"],
+        classes,
+        {k: round(v, 4) for k, v in found["packed"].items()},
+        "Oxford-IIIT Pet, trainval and test" + (", a toy run" if args.toy else ""),
+        plan.recipe,
+        shlex.join(words),
+    )
+    (args.out / entry.card).write_text(f"# {plan.name}\n")
+    zoo.add(entry, args.out)
+
+
+def effect(run: Path, path: Path, root: Path) -> dict:
+    """What packing does to the logits of some test photos."""
+    names = (root / "annotations/test.txt").read_text().splitlines()
+    names = [line.split()[0] for line in names if line and not line.startswith("#")]
+    before, after = load(run), load(path)
+    errors, same = [], []
+    for name in names[:: max(len(names) // PHOTOS, 1)][:PHOTOS]:
+        pixels = before.pixels(read_image(root / "images" / f"{name}.jpg"))[None]
+        with torch.no_grad():
+            a, b = (m.model(m.normalise(pixels)) for m in (before, after))
+        errors.append(float((a - b).norm() / a.norm()))
+        same.append(float((a.argmax(1) == b.argmax(1)).float().mean()))
+    return {
+        "photos": len(errors),
+        "logit_error": statistics.mean(errors),
+        "same_class": 100 * statistics.mean(same),
+    }
+
+
+def figures(plan: Plan, values: dict) -> str:
+    return ", ".join(f"{word} {values[key]:.2f}" for key, word in plan.columns.items())
+
+
+def table(args: argparse.Namespace, task: str) -> str:
+    """Ours and the peers, as evaluated at the end of training."""
+    plan, rows = PLANS[task], [r for r in args.rows if r["task"] == task]
+    lines = [
+        f"| model | M parameters | seeds | {' | '.join(plan.columns.values())} | images/s |",
+        "| --- " * (4 + len(plan.columns)) + "|",
+    ]
+    for model, key_ in dict.fromkeys((r["model"], r["key"]) for r in rows):
+        mine = [r for r in rows if (r["model"], r["key"]) == (model, key_)]
+        cells = [mean([r["val"][key] for r in mine]) for key in plan.columns]
+        speed = statistics.median(r["images_per_s"] for r in mine)
+        label = f"**{model}** (ours)" if model == OURS else model
+        if args.hold_out:
+            label += f" {shlex.join(mine[0]['settings'])}"
+        size = f"{mine[0]['params'] / 1e6:.2f}"
+        lines.append(f"| {label} | {size} | {len(mine)} | {' | '.join(cells)} | {speed:.0f} |")
+    return "\n".join(lines)
+
+
+def write(args: argparse.Namespace) -> None:
+    """All that is known so far: the rows, and the cards."""
+    report = args.about | {"rows": args.rows}
+    (args.out / "demo_weights.json").write_text(json.dumps(report, indent=1) + "\n")
+    if not args.hold_out:
+        for task, plan in PLANS.items():
+            if zoo.find(plan.name, args.out):
+                (args.out / f"{plan.name}.md").write_text(card(args, task))
+
+
+DOES = {
+    "classify": "Tells 37 breeds of cats and dogs apart.",
+    "segment": "Finds the pet, the background and the border between them, pixel by pixel.",
+    "detect": "Finds cats and dogs: box, species, silhouette.",
+}
+USE = {
+    "classify": "pale predict photo.jpg --weights {name}\n"
+    "pale view attention photo.jpg --weights {name} -o look.html\npale export {name} -o pets.onnx\n"
+    "pale weights export {name} DIR      # then: import pale; timm.create_model('local-dir:DIR', pretrained=True)",
+    "segment": "pale predict photo.jpg --weights {name} -o out\npale export {name} -o pets.onnx",
+    "detect": "pale predict photo.jpg --weights {name} -o out\npale export {name} -o pets.onnx",
+}
+LIMITS = {
+    "classify": "It knows the 37 breeds and nothing else: a photo of anything gets one of their names. "
+    "It sees the square in the middle of a photo.",
+    "segment": "It knows photos with one cat or dog that fills much of the picture; on others it guesses. "
+    "The border class is the trimap's, a band of some pixels that annotators left undecided.",
+    "detect": "Photos show one animal each, so it has never seen two that hide each other, nor a picture without "
+    "any. Silhouettes end where the trimap's border begins.",
+}
+
+
+def card(args: argparse.Namespace, task: str) -> str:
+    """The model card, as the hub shows it."""
+    plan = PLANS[task]
+    entry = zoo.get(plan.name, args.out)
+    ours = next(r for r in args.rows if r["task"] == task and "packed" in r)
+    recipe = read(args.out / entry.file)[1]
+    facts = args.about["environment"]
+    packing = ours["packing"]
+    lost = ""
+    if "logit_error" in packing:
+        unit = "photos" if task == "classify" else "pixels"
+        lost = (
+            f" Packing moves the logits by {packing['logit_error']:.2%} of their norm and gives "
+            f"{100 - packing['same_class']:.1f} % of the {unit} another class ({packing['photos']} photos)."
+        )
+    start = "from random weights" if ours["scratch"] else "from the backbone of `classify_pets`"
+    peers = [r["model"] for r in args.rows if r["task"] == task and r["model"] != OURS]
+    beside = (
+        "Every model by the same recipe, evaluated at the end of training in the same way (before packing):"
+        if peers
+        else "No peer has been trained yet; ours at the end of training (before packing):"
+    )
+    commit = f", commit {facts['commit']}" if facts["commit"] else ""
+    count = ours["packed"]["images"]
+    kind = {"classify": "image-classification", "segment": "image-segmentation"}
+    what = (
+        f"{DOES[task]} The model is {OURS} of the [Pale Transformer](https://arxiv.org/abs/2112.14000), "
+        f"{entry.params / 1e6:.2f} M parameters in {entry.bytes / 1e6:.2f} MB, trained on nothing but the "
+        f"{args.photos} training photos of Oxford-IIIT Pet."
+    )
+    good = (
+        f"**{figures(plan, ours['packed'])}** (per cent): this file, unpacked, in float32, on {count:.0f} test "
+        f"photos.{lost}"
+    )
+    made = (
+        f"Recipe `{plan.recipe}`, seed 0, {ours['steps']} steps of {recipe.batch} photos, {start}; no other data, no "
+        "distillation. The weights are those of the last step; the test photos chose nothing."
+    )
+    limits = (
+        f"{LIMITS[task]} Trained for minutes on few photos, it shows what the code does and is no product. How it "
+        "treats animals, cameras and light that the photos do not show has not been looked at."
+    )
+    toy = "**A toy run, to test the script: these weights are of no use.**\n\n" if args.toy else ""
+    return f"""---
+license: apache-2.0
+library_name: {"timm" if task == "classify" else "pale-transformer"}
+pipeline_tag: {kind.get(task, "object-detection")}
+tags: [pale-transformer, vision, pets]
+---
+
+# {plan.name}
+
+{toy}{paragraph(what)}
+
+```bash
+{USE[task].format(name=plan.name)}
+pale eval {plan.name} --data.root oxford-iiit-pet
+```
+
+## How good
+
+{paragraph(good)}
+
+{beside}
+
+{table(args, task)}
+
+With {count:.0f} photos the standard error of an accuracy is up to {50 / count**0.5:.1f} points, and seeds differ too.
+
+## How it was made
+
+{paragraph(made, "- ")}
+- Again: `{entry.command}`, then `pale weights pack RUN -o {entry.file}`.
+- On {facts["device"]}, torch {facts["torch"]}, timm {facts["timm"]}, pale {facts["pale"]}{commit}:
+  {ours["images_per_s"]:.0f} photos a second.
+- Stored as int8 with a scale for each output channel; norms and biases float32, depthwise kernels float16.
+- sha256 `{entry.sha256}`
+
+## Data
+
+Oxford-IIIT Pet (Parkhi, Vedaldi, Zisserman, Jawahar, CVPR 2012), scaled to a short side of at most 160 pixels: its
+official trainval list for training, {count:.0f} photos of its official test list (3669) for the figures above.
+
+## Limits
+
+{paragraph(limits)}
+
+## Licence
+
+The weights are ours, Apache-2.0. The photos are CC BY-SA 4.0 (Oxford-IIIT Pet) and not contained.
+"""
+
+
+def paragraph(text: str, mark: str = "") -> str:
+    return textwrap.fill(
+        text,
+        118,
+        initial_indent=mark,
+        subsequent_indent=" " * len(mark),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def words_of(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--runs", type=Path, default=Path("runs/demo_weights"))
+    parser.add_argument(
+        "--only", type=words_of, default=list(PLANS), help="classify,segment,detect"
+    )
+    parser.add_argument(
+        "--peers", type=words_of, default=["edgenext_x_small"], help="models of timm's, or ''"
+    )
+    parser.add_argument("--seeds", type=int, default=1, help="of ours; 0 is what is packed")
+    parser.add_argument("--peer-seeds", type=int, default=1)
+    parser.add_argument("--hold-out", type=float, default=0.0, help="validate on this share")
+    for task in PLANS:
+        parser.add_argument(f"--{task}", default="", metavar="SETTINGS", help="'--epochs 100'")
+    parser.add_argument("--scratch", action="store_true", help="no backbone of the classifier")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop and save after this")
+    parser.add_argument("--commit", help="where there is no history to ask")
+    parser.add_argument("--toy", action="store_true", help="a few steps, to try the script")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and the run with it
+    if unknown := sorted(set(args.only) - set(PLANS)):
+        parser.error(f"--only takes {', '.join(PLANS)}, got {unknown[0]}")
+    args.about = about(args)
+    if args.commit:
+        args.about["environment"]["commit"] = args.commit
+    root = args.data / "oxford-iiit-pet"
+    args.photos = len(
+        get(PLANS["classify"].recipe).override({"data.root": str(root)}).data.train_source(0)
+    )
+    args.deadline = time.monotonic() + 60 * args.minutes
+    args.out.mkdir(parents=True, exist_ok=True)
+    earlier = args.out / "demo_weights.json"
+    args.rows = json.loads(earlier.read_text())["rows"] if earlier.is_file() else []
+    # Ours whole before the peers, peers before further seeds: when time runs out, the least is missing.
+    plan = [
+        (task, model, seed)
+        for seed in range(max(args.seeds, args.peer_seeds))
+        for model in [OURS, *args.peers]
+        if seed < (args.seeds if model == OURS else args.peer_seeds)
+        for task in PLANS
+        if task in args.only
+    ]
+    failed = []
+    for task, model, seed in plan:
+        try:
+            row(args, task, model, seed)
+        except TimeUpError:
+            print(f"time is up at {task}, {model}, seed {seed}: run it again to go on", flush=True)
+            break
+        except RuntimeError as error:  # the others may still do
+            print(error, flush=True)
+            failed.append(f"{task}, {model}, seed {seed}")
+    write(args)
+    for task in args.only:
+        if any(r["task"] == task for r in args.rows):
+            print(f"\n{task}\n{table(args, task)}")
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The weights that come with the package: three small models of the pets, and two larger ones; ours, not the paper's.
+
+Expected is Oxford-IIIT Pet under data.root, as for `pets.*`: 3680 photos to learn from, nothing else. The classifier
+starts from nothing, segmenter and detector from its backbone: --init classify_pets (docs/weights.md). Each is sized
+for some two minutes on one large GPU, where reading pictures is what takes the time; so the steps are many and small,
+and recorded as CUDA graphs where the images are of one size. What counts is the last step's weights: none are picked
+on the photos that the cards report.
+"""
+
+from __future__ import annotations
+
+from ..data.mixing import Mix
+from ..data.transforms import Augment
+from ..settings import vary
+from ..tasks.classification import Data, Model
+from ..tasks.detection.mask_rcnn import Heads
+from . import pets, small_data
+from .schema import Classification, Detection, Optim, Segmentation
+
+
+def classify_pets() -> Classification:
+    """37 breeds of cats and dogs with our 2 M parameter model from scratch, 160 px."""
+    return Classification(
+        model=Model(name="pale_nano", drop_path=0.05),
+        data=Data(kind="pets", train="trainval", val="test", size=160, crop=1.0, workers=14),
+        # A hundred photos a breed are seen two hundred times. Crops keep most of the animal; RandAugment and Mixup are
+        # milder than on ImageNet, as a small model underfits sooner than it learns by heart.
+        augment=Augment(scale=(0.25, 1.0), auto="rand-m7-mstd0.5-inc1"),
+        mix=Mix(mixup=0.2, cutmix=1.0),
+        optim=Optim(lr=1e-3, lr_batch=128, min_lr=1e-6, weight_decay=0.05),
+        batch=128,
+        epochs=200,
+        warmup_epochs=10,
+        eval_every=100,
+        cuda_graph=True,
+    )
+
+
+def segment_pets() -> Segmentation:
+    """Pet, background and the border between, with a narrow UperNet on our 2 M parameter model, 160 px."""
+    return vary(
+        pets.upernet_nano(),
+        model={"drop_path": 0.05, "width": 96, "auxiliary": 48},
+        data={"workers": 14},
+        optim={"lr_batch": 64},
+        batch=64,
+        steps=5000,
+        warmup_steps=300,
+        eval_every=100,
+        cuda_graph=True,
+    )
+
+
+def detect_pets() -> Detection:
+    """Box, species and silhouette of a pet with a narrow Mask R-CNN on our 2 M parameter model, short side 160."""
+    return vary(
+        pets.mask_rcnn_nano(),
+        model={
+            "drop_path": 0.05,
+            # One or two animals a photo need few regions.
+            "heads": Heads(
+                width=96,
+                box_width=192,
+                mask_width=64,
+                mask_layers=2,
+                rpn_samples=64,
+                box_samples=32,
+                proposals=100,
+            ),
+        },
+        data={"workers": 14},
+        epochs=12,
+        warmup_steps=200,
+        eval_every=12,
+    )
+
+
+def pale_t_pets() -> Classification:
+    """37 breeds of cats and dogs with Pale-T from scratch, 160 px; for one large GPU."""
+    return vary(
+        small_data.pale_t(),
+        data=Data(kind="pets", train="trainval", val="test", size=160, crop=1.0, workers=14),
+        batch=256,
+        epochs=150,
+        warmup_epochs=10,
+        eval_every=20,
+        cuda_graph=True,
+    )
+
+
+def pale_t_tiny_imagenet() -> Classification:
+    """Pale-T from scratch on folders of 64 px pictures such as tiny-imagenet-50, shown at 128; for one large GPU."""
+    return vary(small_data.pale_t(), data={"workers": 14}, eval_every=20, cuda_graph=True)
