@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from . import __version__, cli_train, cli_use
+from . import __version__, cli_serve, cli_train, cli_use
 
 
 class Parser(argparse.ArgumentParser):
@@ -119,6 +119,7 @@ def _parser() -> Parser:
     )
     cli_use.add_attention(views)
     cli_use.add_export(lambda name, run, help_: _command(commands, name, run, help_))
+    cli_serve.add_serve(lambda name, run, help_: _command(commands, name, run, help_))
     _bench_parsers(commands)
     return parser
 

@@ -71,8 +71,8 @@ class Scored:
     share: float
 
 
-class Look:
-    """One picture as one model sees it; `look` makes it.
+class Glance:
+    """One picture through the backbone of one model, of any task, on the CPU: what each token attends to.
 
     Attributes:
         loaded: the model.
@@ -80,38 +80,30 @@ class Look:
         image: (h, w, 3), uint8: what the model was given.
         stages: the blocks of each stage.
         strides: pixels of the image from one token to the next, by stage.
-        scores: the classes, best first.
     """
 
     def __init__(self, loaded: Loaded, picture: Image.Image, size: int) -> None:
         self.loaded, self.picture = loaded, picture
         pixels = read_pixels(picture, size, int(LONGEST * size))
         self.image: NDArray[np.uint8] = pixels.permute(1, 2, 0).numpy()
-        self._backbone = _backbone(loaded)
+        self._backbone = backbone_of(loaded)
         config = self._backbone.config
         self.strides = [config.stem_stride * 2**i for i in range(len(config.depths))]
         self.stages: list[list[Block]] = [[] for _ in config.depths]
-        self._maps: list[Tensor] = []
-        self._logits = self._run(loaded.normalise(pixels[None]))
-        self.scores = self._score()
-
-    def _run(self, images: Tensor) -> Tensor:
-        """The logits, with a graph; on the way the blocks and the stages' maps."""
         handles = []
         for number, stage in enumerate(self._backbone.stages):
-            handles.append(stage.register_forward_hook(self._keep_map))
             for attention in (m for m in stage.modules() if isinstance(m, PSAttention)):
                 handles.append(attention.register_forward_pre_hook(self._keeper(number)))
         try:
-            with torch.enable_grad():
-                # For Grad-CAM the maps need a graph, the weights no gradient.
-                return self.loaded.model(images.requires_grad_())
+            self._run(loaded.normalise(pixels[None]))
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _keep_map(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self._maps.append(output)
+    def _run(self, images: Tensor) -> None:
+        with torch.no_grad():
+            for stage in self._backbone.stages:
+                images = stage(images)
 
     def _keeper(self, stage: int) -> Any:
         def keep(module: PSAttention, inputs: tuple[Tensor]) -> None:
@@ -121,17 +113,6 @@ class Look:
             self.stages[stage].append(Block(split[0], split[1], module.region))
 
         return keep
-
-    def _score(self) -> list[Scored]:
-        logits = self._logits.detach()[0]
-        if logits.dim() == 1:
-            shares = logits.softmax(0)
-        else:
-            won = logits.argmax(0).flatten()
-            shares = torch.bincount(won, minlength=len(logits)) / len(won)
-        names = self.loaded.classes or tuple(f"class {i}" for i in range(len(shares)))
-        order = torch.argsort(-shares, stable=True)
-        return [Scored(int(i), names[int(i)], float(shares[i])) for i in order]
 
     def token(self, point: tuple[float, float], stage: int) -> Token:
         """The token of a stage's map that holds a point (x, y), in pixels of the picture."""
@@ -191,6 +172,57 @@ class Look:
                 h, w = self._size(number - 1)
         return held.view(h, w).numpy()
 
+    def _size(self, stage: int) -> tuple[int, int]:
+        h, w = self.stages[stage][0].q.shape[:2]
+        return h, w
+
+    def _stage(self, stage: int) -> int:
+        n = len(self.stages)
+        if not -n <= stage < n:
+            raise ValueError(
+                f"the model has {n} stages and no stage {stage + 1}; choose from 1 to {n} "
+                f"(in Python, stage=0 to {n - 1}, got {stage})"
+            )
+        return stage % n
+
+
+class Look(Glance):
+    """One picture as one classifier or segmenter sees it, with the classes and what speaks for them; `look` makes it.
+
+    Attributes:
+        scores: the classes, best first.
+    """
+
+    def __init__(self, loaded: Loaded, picture: Image.Image, size: int) -> None:
+        self._maps: list[Tensor] = []
+        super().__init__(loaded, picture, size)
+        self.scores = self._score()
+
+    def _run(self, images: Tensor) -> None:
+        """The logits, with a graph, and on the way the stages' maps."""
+        handles = [s.register_forward_hook(self._keep_map) for s in self._backbone.stages]
+        try:
+            with torch.enable_grad():
+                # For Grad-CAM the maps need a graph, the weights no gradient.
+                self._logits: Tensor = self.loaded.model(images.requires_grad_())
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep_map(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self._maps.append(output)
+
+    def _score(self) -> list[Scored]:
+        logits = self._logits.detach()[0]
+        if logits.dim() == 1:
+            shares = logits.softmax(0)
+        else:
+            won = logits.argmax(0).flatten()
+            shares = torch.bincount(won, minlength=len(logits)) / len(won)
+        names = self.loaded.classes or tuple(f"class {i}" for i in range(len(shares)))
+        order = torch.argsort(-shares, stable=True)
+        return [Scored(int(i), names[int(i)], float(shares[i])) for i in order]
+
     def grad_cam(self, number: int, stage: int = -1) -> Array:
         """Where a stage's map speaks for a class, (h, w), not below zero, on no fixed scale."""
         logits = self._logits[0]
@@ -216,19 +248,6 @@ class Look:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"the model knows no class {name!r}{hint}")
 
-    def _size(self, stage: int) -> tuple[int, int]:
-        h, w = self.stages[stage][0].q.shape[:2]
-        return h, w
-
-    def _stage(self, stage: int) -> int:
-        n = len(self.stages)
-        if not -n <= stage < n:
-            raise ValueError(
-                f"the model has {n} stages and no stage {stage + 1}; choose from 1 to {n} "
-                f"(in Python, stage=0 to {n - 1}, got {stage})"
-            )
-        return stage % n
-
 
 def look(
     picture: str | Path | Image.Image,
@@ -246,14 +265,19 @@ def look(
         size: the short side is brought to this; by default the size that a classifier was trained at, else 224.
     """
     loaded = load(source, recipe)
-    if size is None:
-        size = loaded.size if loaded.kind == "classification" else min(loaded.short or SIZE, SIZE)
-        size = min(size, MOST_SIZE)
+    size = usual_size(loaded) if size is None else size
     if not 16 <= size <= MOST_SIZE:
         raise ValueError(f"size must be in 16..{MOST_SIZE}, got {size}; every token is kept")
     if not isinstance(picture, Image.Image):
         picture = read_image(picture)
     return Look(loaded, picture.convert("RGB"), size)
+
+
+def usual_size(loaded: Loaded) -> int:
+    """The short side at which pictures are looked into, unless another is asked for."""
+    if loaded.kind == "classification":
+        return min(loaded.size, MOST_SIZE)
+    return min(loaded.short or SIZE, SIZE)
 
 
 def handed_on(block: Block, held: Tensor) -> Tensor:
@@ -283,7 +307,8 @@ def unmerged(held: Tensor, size: tuple[int, int]) -> Tensor:
     return F.conv_transpose2d(shares, ones, stride=2, padding=1, output_padding=rest)[0, 0]
 
 
-def _backbone(loaded: Loaded) -> PaleTransformer:
+def backbone_of(loaded: Loaded) -> PaleTransformer:
+    """The Pale Transformer inside a model of any task."""
     for module in loaded.model.modules():
         if isinstance(module, PaleTransformer):
             return module
