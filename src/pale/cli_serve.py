@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 Run = Callable[[argparse.Namespace], int | None]
@@ -34,6 +36,7 @@ def add_serve(command: Callable[[str, Run, str], Any]) -> None:
         help="a name that requests may ask for besides this machine's, behind a proxy",
     )
     serve.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    serve.add_argument("--threads", type=int, metavar="N", help="of PyTorch on the CPU")
     serve.add_argument(
         "--batch", type=int, default=8, help="pictures through a model together (default 8)"
     )
@@ -72,6 +75,8 @@ def add_serve(command: Callable[[str, Run, str], Any]) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
+    import torch
+
     try:
         from .serve import Limits, Models, create_app
         from .serve.run import bind, run, url
@@ -84,37 +89,46 @@ def _serve(args: argparse.Namespace) -> None:
     limits = Limits(
         args.batch, args.wait_ms, args.queue, args.timeout, args.max_upload_mb, int(args.max_pixels)
     )
-    listening = bind(args.host, args.port)
-    models = Models(
-        args.weights, device=args.device, batch=args.batch, top=args.top, score=args.score
-    )
-    for predictor in models.predictors.values():
-        if not predictor.loaded.trained:
-            _note(f"{predictor.loaded.name} is untrained: what it says means nothing; give a run")
-    models.warm_up()
-    hosts: list[str] = []
-    if args.host in LOOPBACK:
-        hosts = [*LOOPBACK, *args.allow_host]
-    else:
-        _note(
-            f"pale: {args.host} can be reached by others, and there is no log-in; "
-            "put a reverse proxy in front, or serve on 127.0.0.1"
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
+    with closing(bind(args.host, args.port)) as listening:
+        models = Models(
+            args.weights, device=args.device, batch=args.batch, top=args.top, score=args.score
         )
-        hosts = [args.host, *LOOPBACK, *args.allow_host] if args.allow_host else []
-    address = url(listening)
+        for predictor in models.predictors.values():
+            if not predictor.loaded.trained:
+                name = predictor.loaded.name
+                _note(f"{name} is untrained: what it says means nothing; give a run")
+        models.warm_up()
+        address, hosts = url(listening), _hosts(args.host, args.allow_host)
+        app = create_app(models, limits, hosts)
+        started = partial(_tell, address, models.device, models.about(), args.json)
+        run(app, listening, started, args.timeout, args.access_log)
+        _note("stopped")
 
-    def started() -> None:
-        if args.json:
-            about = {"url": address, "device": models.device, "models": models.about()}
-            sys.stdout.write(json.dumps(about) + "\n")
-        else:
-            for task, about in models.about().items():
-                sys.stdout.write(f"{task}: {about['model']}, {about['classes']} classes\n")
-            sys.stdout.write(f"serving on {models.device}; open {address} (Ctrl-C stops)\n")
-        sys.stdout.flush()
 
-    run(create_app(models, limits, hosts), listening, started, args.timeout, args.access_log)
-    _note("stopped")
+def _hosts(host: str, allowed: list[str]) -> list[str]:
+    """The names that requests may ask for; none: any."""
+    if host in LOOPBACK:
+        return [*LOOPBACK, *allowed]
+    _note(
+        f"pale: {host} can be reached by others, and there is no log-in; put a reverse proxy in front, "
+        "or serve on 127.0.0.1"
+    )
+    return [host, *LOOPBACK, *allowed] if allowed else []
+
+
+def _tell(address: str, device: str, models: dict[str, dict[str, Any]], plain: bool) -> None:
+    if plain:
+        about = {"url": address, "device": device, "models": models}
+        sys.stdout.write(json.dumps(about) + "\n")
+    else:
+        for task, each in models.items():
+            sys.stdout.write(f"{task}: {each['model']}, {each['classes']} classes\n")
+        sys.stdout.write(f"serving on {device}; open {address} (Ctrl-C stops)\n")
+    sys.stdout.flush()
 
 
 def _note(text: str) -> None:

@@ -165,7 +165,7 @@ function result() {
     said = some.length ? `${some.length} found` : "Nothing was found.";
   }
   const t = found.timing;
-  box.append(make("p", `${found.width} x ${found.height}, ${t.total_ms.toFixed(0)} ms in all, ${t.model_ms.toFixed(0)} ms in the model`, "faint small"));
+  box.append(make("p", `${found.width} x ${found.height} · ${t.total_ms.toFixed(0)} ms, ${t.model_ms.toFixed(0)} of them in the model`, "faint small"));
   $("said").textContent = said;
   strip(); modes(); draw();
 }
@@ -193,7 +193,9 @@ function strip() {
     thumbs = wanted.map(view => {
       const b = make("button"), canvas = document.createElement("canvas");
       b.type = "button"; b.dataset.view = view;
-      b.append(canvas, make("span", view === "result" ? "Result" : `Stage ${view + 1}: ${look.stages[view].h} x ${look.stages[view].w}`));
+      const label = make("span", view === "result" ? "Result" : `Stage ${view + 1}`);
+      label.append(make("small", view === "result" ? "" : `${look.stages[view].h} x ${look.stages[view].w} tokens`));
+      b.append(canvas, label);
       b.onclick = () => { state.view = view; strip(); modes(); draw(); };
       $("strip").append(b);
       return { view, canvas, button: b };
@@ -298,7 +300,7 @@ function legend() {
   const box = $("legend"), look = state.looks[state.task];
   box.replaceChildren();
   if (state.view !== "result" && look) {
-    if (state.mode === "attention") { const key = make("span", "0 ", "key"); key.append(make("i", undefined, "ramp"), " largest"); box.append(key); key.querySelector("i").style.cssText = ""; }
+    if (state.mode === "attention") { const key = make("span", "0 ", "key"); key.append(make("i", undefined, "ramp"), " largest"); box.append(key); }
     else {
       const kinds = pale.kinds(look.stages[state.view].blocks[0]);
       for (const [c, text] of kinds.length > 1 ? [["row", "rows"], ["column", "columns"], ["both", "both"]] : [[kinds[0], kinds[0] === "pale" ? "its pales" : kinds[0] + "s"]]) {
@@ -333,7 +335,7 @@ function tasks() {
   const known = Object.keys(server.models);
   choices($("tasks"), known.map(t => [t, NAMES[t] || t]), state.task, t => { if (t === state.task) return; state.task = t; state.on = -1; fail(""); tasks(); if (state.photo) { result(); ask(); } });
   const about = server.models[state.task];
-  $("model").textContent = `${about.model}, ${about.classes} class${about.classes === 1 ? "" : "es"}, on ${server.device === "cpu" ? "the CPU" : "the GPU"}`;
+  $("model").textContent = `${about.model} · ${about.classes} class${about.classes === 1 ? "" : "es"} · ${server.device === "cpu" ? "CPU" : "GPU"}`;
   hide("untrained", about.trained);
 }
 

@@ -8,7 +8,7 @@ import io
 import os
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from time import perf_counter
 from typing import Annotated, Any, Literal
 
@@ -148,6 +148,7 @@ class Asked:
         self.service, self.request = service, request
         self.kind, self.task = kind, task if task in service.models.tasks else "none"
         self.begun = perf_counter()
+        self.complete = False  # whether all of the body has come
         self.timing: dict[str, float] = {}
 
     def known(self, queues: dict[Kind, Worker[Any, Any]]) -> Worker[Any, Any]:
@@ -172,7 +173,7 @@ class Asked:
         except (ClientDisconnect, ConnectionError):
             status, response = GONE, Response(status_code=GONE)
         except TimeoutError:
-            late = 408 if "read_ms" not in self.timing else 504
+            late = 504 if self.complete else 408
             what = "the picture did not come" if late == 408 else "there was no result"
             words = f"{what} within {self.service.limits.timeout:g} s; try again later"
             status, response = late, refusal(late, words)
@@ -183,11 +184,20 @@ class Asked:
             metrics.latency.labels(self.kind, self.task).observe(perf_counter() - self.begun)
         return response
 
+    async def body(self) -> AsyncIterator[bytes]:
+        """The body as it comes."""
+        while not self.complete:
+            message = await self.request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            self.complete = not message.get("more_body", False)
+            yield message.get("body", b"")
+
     async def picture(self, share: Share, prepare: Any) -> tuple[str, Image.Image, Any]:
         """The name, the picture, and what `prepare` makes of its size and then of itself, in a thread."""
         service, limits = self.service, self.service.limits
         loop, start = asyncio.get_running_loop(), perf_counter()
-        content, name = await read_body(self.request.stream(), self.request.headers, limits, share)
+        content, name = await read_body(self.body(), self.request.headers, limits, share)
         self.timing["read_ms"] = 1000 * (perf_counter() - start)
         start = perf_counter()
         image = await loop.run_in_executor(service.decoders, opened, content, limits)
@@ -388,18 +398,15 @@ async def _lingering(request: Request, asked: Asked, make: Any) -> Response:
     none of this.
     """
     response = await asked.answer(make)
-    if "read_ms" in asked.timing or request.headers.get("expect") or response.status_code == GONE:
+    if request.headers.get("expect") or response.status_code in (GONE, 408):
         return response
     left = LINGER_BODIES * asked.service.limits.max_upload
-    try:
+    with suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(LINGER_SECONDS):
-            while left > 0:
-                message = await request.receive()
-                left -= len(message.get("body", b""))
-                if message["type"] != "http.request" or not message.get("more_body", False):
+            async for part in asked.body():
+                left -= len(part)
+                if left < 0:
                     break
-    except TimeoutError:
-        pass
     return response
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 from typing import Any
 
@@ -49,7 +50,8 @@ def page(schema: dict[str, Any]) -> str:
 
 
 def _question(path: str, method: str, about: dict[str, Any]) -> str:
-    words = "".join(f"<p>{escape(p)}</p>" for p in about.get("description", "").split("\n\n"))
+    told = re.sub(r"`(.+?)`", r"<code>\1</code>", escape(about.get("description", "")))
+    words = "".join(f"<p>{p}</p>" for p in told.split("\n\n"))
     body = about.get("requestBody", {}).get("description", "")
     rows = [
         _row(p["name"], f"{p.get('description', 'which task')}{_choices(p['schema'])}")

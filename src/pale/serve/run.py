@@ -67,11 +67,7 @@ def run(
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=max(1, round(drain)),
     )
-    server = Server(config, started)
-    try:
-        server.run(sockets=[listening])
-    finally:
-        listening.close()
+    Server(config, started).run(sockets=[listening])
 
 
 class Server(uvicorn.Server):
