@@ -94,6 +94,6 @@ def command(*words: object) -> Iterator[Command]:
     try:
         yield found
     finally:
-        if found.process.poll() is None:
-            found.process.kill()
-            found.process.communicate()
+        with found.process:  # closes its pipes
+            if found.process.poll() is None:
+                found.process.kill()
