@@ -66,6 +66,9 @@ class Command:
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
+
+    def wait(self) -> None:
+        """Until it takes requests."""
         line = self.process.stdout.readline()
         assert line, self.process.communicate(timeout=60)[1]
         self.about = json.loads(line)
@@ -89,11 +92,15 @@ class Command:
 
 
 @contextmanager
-def command(*words: object) -> Iterator[Command]:
-    found = Command(*words)
+def commands(*several: list[object]) -> Iterator[list[Command]]:
+    """Servers, one for each list of options; they start at the same time."""
+    found = [Command(*words) for words in several]
     try:
+        for each in found:
+            each.wait()
         yield found
     finally:
-        with found.process:  # closes its pipes
-            if found.process.poll() is None:
-                found.process.kill()
+        for each in found:
+            with each.process:  # closes its pipes
+                if each.process.poll() is None:
+                    each.process.kill()

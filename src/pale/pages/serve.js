@@ -194,7 +194,7 @@ function strip() {
       const b = make("button"), canvas = document.createElement("canvas");
       b.type = "button"; b.dataset.view = view;
       const label = make("span", view === "result" ? "Result" : `Stage ${view + 1}`);
-      label.append(make("small", view === "result" ? "" : `${look.stages[view].h} x ${look.stages[view].w} tokens`));
+      label.append(make("small", view === "result" ? "on the photo" : `${look.stages[view].h} x ${look.stages[view].w} tokens`));
       b.append(canvas, label);
       b.onclick = () => { state.view = view; strip(); modes(); draw(); };
       $("strip").append(b);

@@ -27,7 +27,7 @@ from ..view_sheet import PAGES
 from . import manual
 from .batching import Done, Worker
 from .guard import Guard
-from .limits import Budget, Limits, RefusedError, Share
+from .limits import Budget, Limits, RefusedError, Share, trimmer
 from .looking import for_page, for_point
 from .metrics import TYPE, Metrics
 from .models import Models, Prepared
@@ -90,6 +90,7 @@ class Service:
     def __init__(self, models: Models, limits: Limits) -> None:
         self.models, self.limits, self.metrics = models, limits, Metrics()
         self.budget = Budget(limits.memory)
+        self._trim = trimmer()
         self.decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="pale-decode")
         self.predicting: dict[Kind, Worker[Prepared, Prediction]] = {}
         self.looking: dict[Kind, Worker[Image.Image, Glance]] = {}
@@ -113,6 +114,11 @@ class Service:
         one = Limits(1, 0, self.limits.queue)
         self.looking[task] = Worker(f"look-{task}", work, one, noted)
         self.looking[task].start()
+
+    def tidy(self) -> None:
+        """Give memory back after large pictures, in a thread."""
+        if self.budget.much_was_freed():
+            self.decoders.submit(self._trim)
 
     async def stop(self) -> None:
         """Stop the queues and threads."""
@@ -180,6 +186,7 @@ class Asked:
         finally:
             metrics = self.service.metrics
             metrics.requests.labels(self.kind, self.task, str(status)).inc()
+            self.service.tidy()
         if status == 200:
             metrics.latency.labels(self.kind, self.task).observe(perf_counter() - self.begun)
         return response

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 # Pixels that go through a model at once: a batch is cut there, and a picture that a model sees larger is refused.
 MOST_SEEN = 4_000_000
 LARGEST_AT_ONCE = 4  # pictures of the very largest kind that memory is set aside for
+MUCH = 64_000_000  # bytes, after whose release memory is given back to the system
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Budget:
     """Bytes that requests hold at once; used in one thread alone."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.used = total, 0
+        self.total, self.used, self._freed = total, 0, 0
 
     def take(self, count: int) -> None:
         """Set bytes aside, or refuse."""
@@ -75,6 +78,14 @@ class Budget:
     def give(self, count: int) -> None:
         """They are free again."""
         self.used -= count
+        self._freed += count
+
+    def much_was_freed(self) -> bool:
+        """Whether much was given back since this was last true."""
+        much = self._freed >= MUCH
+        if much:
+            self._freed = 0
+        return much
 
 
 class Share:
@@ -93,3 +104,12 @@ class Share:
 
     def __exit__(self, *_: object) -> None:
         self._budget.give(self._held)
+
+
+def trimmer() -> Callable[[], object]:
+    """What gives free memory back to the system: glibc keeps that of large pictures, for each thread its own."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, TypeError, AttributeError):  # another C library
+        return lambda: None
+    return lambda: trim(0)

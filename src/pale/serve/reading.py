@@ -126,6 +126,7 @@ def decoded(image: Image.Image) -> Image.Image:
         ImageOps.exif_transpose(image, in_place=True)
         return to_rgb(image)
     except Exception as error:
+        image.close()  # its pixels go now, not when the traceback does
         raise _broken(error) from None
 
 
