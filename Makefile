@@ -8,9 +8,7 @@ demo: .venv/core
 	$(BIN)/pale doctor
 	$(BIN)/pale cost --paper
 	$(BIN)/pale info pale_tiny --size 224 224
-	$(BIN)/pale view pales pale_tiny --size 224 224 -o runs/demo/pales.png
-	rm -rf runs/demo/quickstart
-	$(BIN)/pale train quickstart --output runs/demo/quickstart
+	$(BIN)/pale demo -o runs/demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -26,7 +24,7 @@ lint: .venv/dev
 
 .venv/core: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[det]'
 	touch $@
 
 .venv/dev: pyproject.toml

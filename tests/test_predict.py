@@ -16,49 +16,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tasks.detected import detected
-from tasks.segmented import segmented
-from train.tiny import tiny
+from small_weights import TASKS, pixels, weights
 
 import pale
-from pale import weights as weight_files
 from pale.cli import main
 from pale.data.images import UnreadableImageError
-from pale.data.scenes import draw
 from pale.predict import Classified, Detected, Failed, Predictor, Segmented, as_picture
 
-TASKS = ["classification", "segmentation", "detection"]
-RECIPES = {"classification": tiny, "segmentation": segmented, "detection": detected}
 each_task = pytest.mark.parametrize("task", TASKS)
-
-
-def pixels(width: int = 90, height: int = 61) -> np.ndarray:
-    return np.asarray(Image.fromarray(draw(5, 2, 96).image).resize((width, height)))
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, Path]:
-    """Weights of each task, as a run writes them, with lively numbers; nobody trained them."""
-    folder = tmp_path_factory.mktemp("weights")
-    found = {}
-    for name, recipe_of in RECIPES.items():
-        recipe = (
-            recipe_of() if name == "classification" else recipe_of(test__short=40, test__long=90)
-        )
-        classes = [f"{name} {i}" for i in range(8 if name == "detection" else 9)]
-        torch.manual_seed(2)
-        settings_ = recipe.model
-        if name == "classification":
-            model = settings_.build(len(classes), recipe.data.size)
-        else:
-            model = settings_.build(len(classes), recipe.augment.crop or 48)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.mul_(3)
-        found[name] = folder / f"{name}.safetensors"
-        about = {"recipe": recipe.plain(), "classes": classes}
-        weight_files.save(found[name], model.state_dict(), about)
-    return found
+    return weights(tmp_path_factory.mktemp("weights"))
 
 
 def predictor(made: dict[str, Path], task: str, **options) -> Predictor:

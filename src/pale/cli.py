@@ -13,7 +13,16 @@ from typing import Any
 
 from rich.table import Table
 
-from . import __version__, cli_bench, cli_completion, cli_demo, cli_train, cli_use, cli_weights
+from . import (
+    __version__,
+    cli_bench,
+    cli_completion,
+    cli_demo,
+    cli_serve,
+    cli_train,
+    cli_use,
+    cli_weights,
+)
 from .cli_bench import say
 from .cli_parser import Parser, Root, add_command, add_group, descend
 
@@ -146,6 +155,7 @@ def _parser() -> Root:
     )
     cli_use.add_attention(views)
     cli_use.add_export(lambda name, run, help_: add_command(commands, name, run, help_))
+    cli_serve.add_serve(lambda name, run, help_: add_command(commands, name, run, help_))
     cli_demo.add_demo(commands)
     cli_weights.add_weights(commands, add_command)
     cli_completion.add_command(commands)

@@ -67,7 +67,7 @@ def write(
     say("predicting")
     shown = predictions(photo)
     say("looking")
-    source = zoo.default("classification") or "pale_tiny"
+    source = zoo.default("classification") or "pale_nano"
     seen = look(photo, source)
     save(seen, output / "attention.html", title=photo.name)
     parts = [

@@ -78,8 +78,8 @@ class Scored:
     share: float
 
 
-class Look:
-    """One picture as one model sees it; `look` makes it.
+class Glance:
+    """One picture through the backbone of one model, of any task, on the CPU: what each token attends to.
 
     Attributes:
         loaded: the model.
@@ -87,40 +87,30 @@ class Look:
         image: (h, w, 3), uint8: what the model was given.
         stages: the blocks of each stage.
         strides: pixels of the image from one token to the next, by stage.
-        scores: the classes, best first.
     """
 
     def __init__(self, loaded: Loaded, picture: Image.Image, size: int) -> None:
         self.loaded, self.picture = loaded, picture
         pixels = read_pixels(picture, size, int(LONGEST * size))
         self.image: NDArray[np.uint8] = pixels.permute(1, 2, 0).numpy()
-        self._backbone = _backbone(loaded)
+        self._backbone = backbone_of(loaded)
         config = self._backbone.config
         self.strides = [config.stem_stride * 2**i for i in range(len(config.depths))]
         self.stages: list[list[Block]] = [[] for _ in config.depths]
-        self._maps: list[Tensor] = []
-        self._logits = self._run(loaded.normalise(pixels[None]))
-        self.scores = self._score()
-
-    def _run(self, images: Tensor) -> Tensor:
-        """The logits, with a graph; on the way the blocks and the stages' maps."""
         handles = []
         for number, stage in enumerate(self._backbone.stages):
-            handles.append(stage.register_forward_hook(self._keep_map))
             for attention in (m for m in stage.modules() if isinstance(m, PSAttention)):
                 handles.append(attention.register_forward_pre_hook(self._keeper(number)))
         try:
-            with torch.enable_grad():
-                # For Grad-CAM the maps need a graph, the weights no gradient.
-                if isinstance(self.loaded.model, MaskRCNN):
-                    return _surest(self.loaded.model, images.requires_grad_())
-                return self.loaded.model(images.requires_grad_())
+            self._run(loaded.normalise(pixels[None]))
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _keep_map(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self._maps.append(output)
+    def _run(self, images: Tensor) -> None:
+        with torch.no_grad():
+            for stage in self._backbone.stages:
+                images = stage(images)
 
     def _keeper(self, stage: int) -> Any:
         def keep(module: PSAttention, inputs: tuple[Tensor]) -> None:
@@ -130,19 +120,6 @@ class Look:
             self.stages[stage].append(Block(split[0], split[1], module.region))
 
         return keep
-
-    def _score(self) -> list[Scored]:
-        logits = self._logits.detach()[0]
-        if self.loaded.kind == "detection":
-            shares = logits.exp()
-        elif logits.dim() == 1:
-            shares = logits.softmax(0)
-        else:
-            won = logits.argmax(0).flatten()
-            shares = torch.bincount(won, minlength=len(logits)) / len(won)
-        names = self.loaded.classes or tuple(f"class {i}" for i in range(len(shares)))
-        order = torch.argsort(-shares, stable=True)
-        return [Scored(int(i), names[int(i)], float(shares[i])) for i in order]
 
     def token(self, point: tuple[float, float], stage: int) -> Token:
         """The token of a stage's map that holds a point (x, y), in pixels of the picture."""
@@ -202,31 +179,6 @@ class Look:
                 h, w = self._size(number - 1)
         return held.view(h, w).numpy()
 
-    def grad_cam(self, number: int, stage: int = -1) -> Array:
-        """Where a stage's map speaks for a class, (h, w), not below zero, on no fixed scale."""
-        logits = self._logits[0]
-        if not 0 <= number < len(logits):
-            raise ValueError(f"the model has classes 0 to {len(logits) - 1}, got {number}")
-        target = logits[number]
-        if target.dim():
-            won = logits.argmax(0) == number
-            target = target[won].sum() if won.any() else target.sum()
-        map_ = self._maps[self._stage(stage)]
-        (gradient,) = torch.autograd.grad(target, map_, retain_graph=True)
-        weighed = (gradient.mean((2, 3), keepdim=True) * map_).sum(1)[0]
-        return weighed.detach().clamp(min=0).numpy()
-
-    def class_number(self, name: str) -> int:
-        """The number of a class, by name or by number."""
-        for score in self.scores:
-            if name in (score.name, str(score.number)):
-                return score.number
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, [s.name for s in self.scores], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"the model knows no class {name!r}{hint}")
-
     def _size(self, stage: int) -> tuple[int, int]:
         h, w = self.stages[stage][0].q.shape[:2]
         return h, w
@@ -239,6 +191,80 @@ class Look:
                 f"(in Python, stage=0 to {n - 1}, got {stage})"
             )
         return stage % n
+
+
+class Look(Glance):
+    """One picture as one model sees it, with the classes and what speaks for them; `look` makes it.
+
+    Attributes:
+        scores: the classes, best first.
+    """
+
+    def __init__(self, loaded: Loaded, picture: Image.Image, size: int) -> None:
+        self._maps: list[Tensor] = []
+        self._cams: dict[int, list[Array]] = {}
+        super().__init__(loaded, picture, size)
+        self.scores = self._score()
+
+    def _run(self, images: Tensor) -> None:
+        """The logits, with a graph, and on the way the stages' maps."""
+        handles = [s.register_forward_hook(self._keep_map) for s in self._backbone.stages]
+        try:
+            with torch.enable_grad():
+                # For Grad-CAM the maps need a graph, the weights no gradient.
+                images = images.requires_grad_()
+                model = self.loaded.model
+                self._logits: Tensor = (
+                    _surest(model, images) if isinstance(model, MaskRCNN) else model(images)
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep_map(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self._maps.append(output)
+
+    def _score(self) -> list[Scored]:
+        logits = self._logits.detach()[0]
+        if self.loaded.kind == "detection":
+            shares = logits.exp()
+        elif logits.dim() == 1:
+            shares = logits.softmax(0)
+        else:
+            won = logits.argmax(0).flatten()
+            shares = torch.bincount(won, minlength=len(logits)) / len(won)
+        names = self.loaded.classes or tuple(f"class {i}" for i in range(len(shares)))
+        order = torch.argsort(-shares, stable=True)
+        return [Scored(int(i), names[int(i)], float(shares[i])) for i in order]
+
+    def grad_cam(self, number: int, stage: int = -1) -> Array:
+        """Where a stage's map speaks for a class, (h, w), not below zero, on no fixed scale."""
+        logits = self._logits[0]
+        if not 0 <= number < len(logits):
+            raise ValueError(f"the model has classes 0 to {len(logits) - 1}, got {number}")
+        target = logits[number]
+        if target.dim():
+            won = logits.argmax(0) == number
+            target = target[won].sum() if won.any() else target.sum()
+        chosen = self._stage(stage)
+        if number not in self._cams:  # of all stages at once: one way back through the model
+            gradients = torch.autograd.grad(target, self._maps, retain_graph=True)
+            self._cams[number] = [
+                (g.mean((2, 3), keepdim=True) * m).sum(1)[0].detach().clamp(min=0).numpy()
+                for g, m in zip(gradients, self._maps, strict=True)
+            ]
+        return self._cams[number][chosen]
+
+    def class_number(self, name: str) -> int:
+        """The number of a class, by name or by number."""
+        for score in self.scores:
+            if name in (score.name, str(score.number)):
+                return score.number
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, [s.name for s in self.scores], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"the model knows no class {name!r}{hint}")
 
 
 def look(
@@ -257,9 +283,7 @@ def look(
         size: the short side is brought to this; by default the size that a classifier was trained at, else 224.
     """
     loaded = load(source, recipe)
-    if size is None:
-        size = loaded.size if loaded.kind == "classification" else min(loaded.short or SIZE, SIZE)
-        size = min(size, MOST_SIZE)
+    size = usual_size(loaded) if size is None else size
     if not 16 <= size <= MOST_SIZE:
         raise ValueError(f"size must be in 16..{MOST_SIZE}, got {size}; every token is kept")
     if not isinstance(picture, Image.Image):
@@ -275,6 +299,13 @@ def _surest(model: MaskRCNN, images: Tensor) -> Tensor:
         found, _ = model.rpn(ImageList(images, [size]), maps)
     logits, _ = model.roi_heads._boxes(list(maps.values()), found)
     return logits.log_softmax(1)[:, 1:].amax(0, keepdim=True)
+
+
+def usual_size(loaded: Loaded) -> int:
+    """The short side at which pictures are looked into, unless another is asked for."""
+    if loaded.kind == "classification":
+        return min(loaded.size, MOST_SIZE)
+    return min(loaded.short or SIZE, SIZE)
 
 
 def handed_on(block: Block, held: Tensor) -> Tensor:
@@ -304,7 +335,8 @@ def unmerged(held: Tensor, size: tuple[int, int]) -> Tensor:
     return F.conv_transpose2d(shares, ones, stride=2, padding=1, output_padding=rest)[0, 0]
 
 
-def _backbone(loaded: Loaded) -> PaleTransformer:
+def backbone_of(loaded: Loaded) -> PaleTransformer:
+    """The Pale Transformer inside a model of any task."""
     for module in loaded.model.modules():
         if isinstance(module, PaleTransformer):
             return module

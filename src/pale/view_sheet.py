@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from .view import FAINT, INK, _dot, _text
-from .view_attention import Array, Block, Look, chosen_heads
+from .view_attention import Array, Block, Glance, Look, chosen_heads
 
 Point = tuple[float, float]
 Pixels = NDArray[np.uint8]
@@ -158,14 +158,14 @@ def _header(image: Image.Image, look: Look, point: Point) -> None:
     _text(image, MARGIN + 260, 108, 18, INK, ("", trained))
 
 
-def told(look: Look) -> str:
+def told(look: Glance) -> str:
     """The model and the picture, in a line."""
     h, w = look.image.shape[:2]
     width, height = look.picture.size
     return f"{look.loaded.name}, {look.loaded.kind}; photo {width} x {height}, seen at {w} x {h}"
 
 
-def centre(look: Look) -> Point:
+def centre(look: Glance) -> Point:
     """The middle of the picture."""
     return look.picture.width // 2, look.picture.height // 2
 
@@ -247,8 +247,8 @@ def page(
         "photo": [width, height],
         "width": w,
         "height": h,
-        "image": _jpeg(look.picture),
-        "stages": [_stage(look, s) for s in range(len(look.stages))],
+        "image": jpeg(look.picture),
+        "stages": [stage_data(look, s) for s in range(len(look.stages))],
         "classes": [
             {
                 "name": by_number[n].name,
@@ -276,8 +276,9 @@ def page(
     return text.replace("__DATA__", packed)
 
 
-def _stage(look: Look, stage: int) -> dict[str, Any]:
-    blocks = look.stages[stage]
+def stage_data(look: Glance, stage: int, last: bool = False) -> dict[str, Any]:
+    """What `pages/attention.js` needs to know of a stage, as JSON holds it; of its last block, or of all."""
+    blocks = look.stages[stage][-1:] if last else look.stages[stage]
     h, w = blocks[0].q.shape[:2]
     return {
         "h": h,
@@ -311,7 +312,8 @@ def _cams(look: Look, number: int) -> list[str]:
     return maps
 
 
-def _jpeg(picture: Image.Image) -> str:
+def jpeg(picture: Image.Image) -> str:
+    """A picture, made small, as a data URL."""
     small = picture.copy()
     small.thumbnail((MOST_PHOTO, MOST_PHOTO))
     content = io.BytesIO()

@@ -117,6 +117,16 @@ class Predictor:
             [as_picture(p, n) for p, n in zip(pictures, names, strict=True)], names
         )
 
+    def prepare(self, picture: Image.Image) -> Tensor:
+        """An RGB picture as `predict` takes it, (3, h, w), uint8; any thread may do this."""
+        return to_tensor(picture) if self.task == "segmentation" else self.loaded.pixels(picture)
+
+    def predict(
+        self, pictures: Sequence[Image.Image], names: Sequence[str], seen: Sequence[Tensor]
+    ) -> list[Prediction]:
+        """What it says about RGB pictures that `prepare` has prepared, in their order."""
+        return self._predict(pictures, names, seen)
+
     def stream(self, pictures: Iterable[Picture]) -> Iterator[Prediction | Failed]:
         """What it says about any number of pictures, in their order; they are read ahead, a few.
 
@@ -158,19 +168,23 @@ class Predictor:
             return [said for each in read for said in self._safely([each])]
 
     @torch.no_grad()
-    def _predict(self, pictures: Sequence[Image.Image], names: Sequence[str]) -> list[Prediction]:
+    def _predict(
+        self,
+        pictures: Sequence[Image.Image],
+        names: Sequence[str],
+        seen: Sequence[Tensor] | None = None,
+    ) -> list[Prediction]:
+        seen = [self.prepare(p) for p in pictures] if seen is None else seen
         if self.task == "segmentation":
-            images = [to_tensor(p) for p in pictures]
             labels = [
                 x.numpy()
-                for part in _parts(images, self.batch_size)
+                for part in _parts(seen, self.batch_size)
                 for x in self._segmenter.several(part)
             ]
             return [
                 Segmented(n, p, x, self.classes, self.colours)
                 for n, p, x in zip(names, pictures, labels, strict=True)
             ]
-        seen = [self.loaded.pixels(p) for p in pictures]
         out: list[Prediction | None] = [None] * len(seen)
         for size in dict.fromkeys(x.shape for x in seen):
             alike = [i for i, x in enumerate(seen) if x.shape == size]
