@@ -11,13 +11,14 @@ import sys
 import time
 import zlib
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 from PIL import Image
-from serve.serving import Command, commands
+from serve.serving import Command, commands, until
 from small_weights import pixels
 
 from pale import weights as weight_files
@@ -26,6 +27,7 @@ from pale.recipes import get
 CLIENTS = 64
 ROUND = 1.5  # seconds of load, each time
 HOSTILE = 1000
+MOST_GROWN = 60_000_000  # bytes; a picture of the largest kind has 200
 
 
 @pytest.fixture(scope="module")
@@ -219,16 +221,19 @@ def test_a_thousand_hostile_uploads_are_refused_and_memory_stays(nano):
             return status
 
         asyncio.run(all_of(75))
+        time.sleep(1.5)  # as below
         before = server.rss()
         start = time.monotonic()
         found = asyncio.run(all_of(HOSTILE))
         assert [asyncio.run(endless(100)) for _ in range(2)] == [413, 413]
-        grown = (server.rss() - before) / 1e6
         seconds = time.monotonic() - start
+        with suppress(AssertionError):  # memory of large pictures goes back in a moment
+            until(lambda: server.rss() - before < MOST_GROWN, 10)
+        grown = (server.rss() - before) / 1e6
         sys.stdout.write(f"{dict(found)} in {seconds:.1f} s, memory grew by {grown:.0f} MB" + "\n")
         assert sum(found.values()) == HOSTILE
         assert set(found) <= {404, 413, 415, 422}
-        assert grown < 60
+        assert grown < MOST_GROWN / 1e6
         good = httpx.post(
             f"{server.url}/predict/classification", content=photo(), timeout=60, trust_env=False
         )
