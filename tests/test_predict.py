@@ -37,6 +37,15 @@ def predictor(made: dict[str, Path], task: str, **options) -> Predictor:
     return Predictor(made[task], device="cpu", **options)
 
 
+def rounded(value):
+    """Numbers of JSON to three digits: a picture alone and in a batch differ by float rounding."""
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
 def same(one, two, task: str) -> None:
     if task == "classification":
         assert list(one.scores) == list(two.scores)
@@ -195,10 +204,11 @@ class TestPredictor:
             Predictor(made["classification"], top=0)
 
     def test_own_size_and_windows_change_how_a_segmenter_looks(self, made):
-        plain, own = (predictor(made, "segmentation", own_size=o) for o in (False, True))
+        plain, own = (predictor(made, "detection", own_size=o) for o in (False, True))
         assert own.loaded.short is None
         assert plain.loaded.short is not None
-        assert predictor(made, "segmentation", slide=True, multi=True).loaded.test.mode == "slide"
+        test = predictor(made, "segmentation", slide=True, multi=True).loaded.test
+        assert (test.mode, test.flip, len(test.scales)) == ("slide", True, 5)
 
 
 class TestCommand:
@@ -235,7 +245,7 @@ class TestCommand:
             assert [i["id"] for i in content["images"]] == [1, 2]
             assert len(content["annotations"]) == len(rows)
         api = predictor(made, task, most=None)(photos / "a.png").plain()
-        assert lines[0] == json.loads(json.dumps(api))
+        assert rounded(lines[0]) == rounded(json.loads(json.dumps(api)))
 
     def test_json_is_a_line_a_picture(self, made, tmp_path, capsys):
         Image.fromarray(pixels()).save(tmp_path / "a.png")
