@@ -41,6 +41,7 @@ STATIC = {
 }
 DECODERS = max(2, min(8, os.cpu_count() or 2))
 QUALITY = 90  # of JPEG
+TIDY_SECONDS = 0.5
 LINGER_BODIES, LINGER_SECONDS = (
     8,
     5.0,
@@ -91,6 +92,7 @@ class Service:
         self.models, self.limits, self.metrics = models, limits, Metrics()
         self.budget = Budget(limits.memory)
         self._trim = trimmer()
+        self._tidying: asyncio.TimerHandle | None = None
         self.decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="pale-decode")
         self.predicting: dict[Kind, Worker[Prepared, Prediction]] = {}
         self.looking: dict[Kind, Worker[Image.Image, Glance]] = {}
@@ -116,12 +118,18 @@ class Service:
         self.looking[task].start()
 
     def tidy(self) -> None:
-        """Give memory back after large pictures, in a thread."""
-        if self.budget.much_was_freed():
-            self.decoders.submit(self._trim)
+        """Give memory back after large pictures, in a thread; in a moment, when the last of them is gone."""
+        if self.budget.much_was_freed() and self._tidying is None:
+            self._tidying = asyncio.get_running_loop().call_later(TIDY_SECONDS, self._tidy)
+
+    def _tidy(self) -> None:
+        self._tidying = None
+        self.decoders.submit(self._trim)
 
     async def stop(self) -> None:
         """Stop the queues and threads."""
+        if self._tidying is not None:
+            self._tidying.cancel()
         for predicting in self.predicting.values():
             await predicting.stop()
         for looking in self.looking.values():
