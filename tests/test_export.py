@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from serve.serving import running
 from tasks.detected import detected
 from tasks.segmented import segmented
 from tasks.test_fixed import detector
@@ -27,6 +28,7 @@ from pale.data.scenes import draw
 from pale.export import read_about
 from pale.export.graphs import Whole
 from pale.loading import load
+from pale.serve import Models
 
 WHY = "ONNX needs the extra export"
 onnxruntime = pytest.importorskip("onnxruntime", reason=WHY)
@@ -234,6 +236,34 @@ class TestPt2:
         done = pale.export(model, tmp_path / "a.pt2", fixed=True, sizes=[(1, 8, 8)])
         assert [check.size for check in done.checks] == [(1, 8, 8), (2, 8, 8), (3, 8, 8)]
         assert read_about(tmp_path / "a.pt2")["fixed"] == [8, 8]
+
+
+def test_every_way_says_the_same_about_every_photo(
+    onnx_file: Path, run: Path, photos: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python, the command, the server, ONNX and .pt2: probabilities by class, to four digits."""
+    program = folder / "same.pt2"
+    pale.export(run, program)
+    traced = torch.export.load(program).module()
+    predictor = pale.Predictor(run, device="cpu")
+    loaded = predictor.loaded
+    with running(Models([run], device="cpu")) as server:
+        for photo in sorted(file for file in photos.rglob("*") if file.is_file()):
+            said = {"Python": dict(predictor(photo).scores)}
+            capsys.readouterr()
+            assert main(["predict", str(photo), "--weights", str(run), "--json"]) == 0
+            answer = server.client.post("/predict/classification", content=photo.read_bytes())
+            for way, found in (
+                ("command", json.loads(capsys.readouterr().out)),
+                ("server", answer.json()),
+            ):
+                said[way] = {c["class"]: c["probability"] for c in found["classes"]}
+            images = loaded.normalise(loaded.pixels(read_image(photo))[None])
+            (logits,) = session(onnx_file).run(None, {"images": images.numpy()})
+            for way, row in (("ONNX", torch.from_numpy(logits)[0]), ("pt2", traced(images)[0])):
+                said[way] = dict(zip(NAMES, row.softmax(0).tolist(), strict=True))
+            for way, found in said.items():
+                assert found == pytest.approx(said["Python"], abs=1e-4), f"{way}, {photo.name}"
 
 
 class Flat(nn.Module):
