@@ -194,9 +194,9 @@ def _train(args: argparse.Namespace) -> int:
                     f"{run} holds a run already; go on with it: pale train --resume {run}, "
                     "or choose another folder: --output DIR"
                 )
+        if args.resume is not None:
+            _require_no_start(args)
         if args.init is not None:
-            if resume and args.resume is not None:
-                raise ValueError("a run that goes on has its weights; --init belongs to a new one")
             recipe = recipe.started_from(args.init)
         outcome = train(recipe.override(args.overrides), run, world, resume=resume, quiet=args.json)
         if args.json and world.main:
@@ -206,6 +206,16 @@ def _train(args: argparse.Namespace) -> int:
     if world.size > 1:
         leave(code)
     return code
+
+
+def _require_no_start(args: argparse.Namespace) -> None:
+    """The checkpoint's weights would replace those that are named here."""
+    given = ["init"] * (args.init is not None)
+    given += [
+        name for name in ("model.weights", "model.init", "model.new_head") if name in args.overrides
+    ]
+    if given:
+        raise ValueError(f"a run that goes on has its weights; --{given[0]} belongs to a new one")
 
 
 def _free(path: Path) -> Path:
