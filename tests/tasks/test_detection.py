@@ -3,14 +3,13 @@
 import csv
 import json
 import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from launching import torchrun
 from PIL import Image
 
 from pale.cli import main
@@ -28,20 +27,6 @@ from pale.weights import load
 from .detected import detected, own_objects, write_coco
 
 CPU = World(torch.device("cpu"))
-
-
-def torchrun(*arguments: object) -> None:
-    """`pale` in two processes."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*run, "-m", "pale", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
