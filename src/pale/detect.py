@@ -16,7 +16,7 @@ from . import weights as weight_files
 from .data import rle
 from .data.images import read_image
 from .data.instance_transforms import resized
-from .recipes.schema import Detection, parse
+from .recipes.schema import Detection, of_weights
 from .settings import vary
 from .tasks.detection import MaskRCNN, Testing, overlay
 from .tasks.detection.metric import AveragePrecision, as_results
@@ -105,14 +105,7 @@ class Predictor:
         rle.codec()
         weights = weight_files.load(path)
         if recipe is None:
-            if "recipe" not in weights.about:
-                raise ValueError(
-                    f"{path} does not say which model it is for; name a recipe: --recipe NAME"
-                )
-            parsed = parse(weights.about["recipe"], str(path))
-            if not isinstance(parsed, Detection):
-                raise ValueError(f"{path} is no detector but of kind {type(parsed).__name__}")
-            recipe = parsed
+            recipe = of_weights(weights, path, Detection, "detector")
         classes = weights.about.get("classes")
         if classes is None:
             classes = recipe.data.val_source(recipe.seed).classes

@@ -17,7 +17,7 @@ from . import weights as weight_files
 from .data.images import read_image
 from .data.mask_transforms import to_tensor
 from .data.masks import Colour, Labels, palette
-from .recipes.schema import Segmentation
+from .recipes.schema import Segmentation, of_weights
 from .settings import vary
 from .tasks.segmentation.inference import Inference, Segmenter
 from .tasks.segmentation.metric import indexed, overlay, pixel_counts
@@ -135,18 +135,9 @@ class Predictor:
         cls, path: Path, device: str = "cpu", recipe: Segmentation | None = None, **how: Any
     ) -> Predictor:
         """From a run or a .safetensors file of one; `how` changes fields of `Inference`."""
-        from .recipes.schema import parse
-
         weights = weight_files.load(path)
         if recipe is None:
-            if "recipe" not in weights.about:
-                raise ValueError(
-                    f"{path} does not say which model it is for; name a recipe: --recipe NAME"
-                )
-            parsed = parse(weights.about["recipe"], str(path))
-            if not isinstance(parsed, Segmentation):
-                raise ValueError(f"{path} is no segmenter but of kind {type(parsed).__name__}")
-            recipe = parsed
+            recipe = of_weights(weights, path, Segmentation, "segmenter")
         classes = weights.about.get("classes") or recipe.data.class_list().names
         settings = vary(recipe.model, weights=None, init=None, new_head=False)
         model = settings.build(len(classes), recipe.augment.crop)

@@ -56,7 +56,9 @@ def test_pieces_of_a_batch_draw_what_the_whole_batch_draws(tmp_path):
     """Samples of anchors and regions belong to the image: only the means over masks depend on the pieces."""
     losses = []
     for accumulate in (1, 2):
-        recipe = detected(accumulate=accumulate, model__heads__masks=False, batch=8, steps=1)
+        recipe = detected(
+            accumulate=accumulate, model__heads__masks=False, batch=8, steps=1, warmup_steps=0
+        )
         trainer = Trainer(recipe, tmp_path / str(accumulate), CPU)
         from pale.data.labelled import batches, make_loader
 
@@ -81,6 +83,36 @@ def test_two_processes_evaluate_as_one(tmp_path):
     merged = task.metric().merge(states)
     assert merged == pytest.approx(one, abs=1e-4)
     assert one["images"] == 7
+
+
+@pytest.mark.slow
+def test_torchrun_evaluates_as_one_process_on_a_set_that_does_not_divide(tmp_path, capsys):
+    """One large object a picture and one class: already the first boxes, the whole picture, are right at times."""
+    recipe = detected(data__objects=[1, 1], data__shapes=["disc"], test__score=0.0, steps=3)
+    run = tmp_path / "run"
+    train(recipe, run, CPU, quiet=True)
+    words = ["eval", run, "--data.val_samples", "7", "--json", "--device", "cpu"]
+    assert main([*map(str, words), "-o", str(tmp_path / "one")]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    both = json.loads(torchrun(*words, "-o", tmp_path / "two"))
+    assert alone["images"] == 7
+    assert alone["box_ap50"] > 5
+    for name, value in alone.items():
+        assert both[name] == (pytest.approx(value, abs=1e-4) if "_ap" in name else value), name
+    # The files for COCO's servers, too: each picture once, whoever looked at it.
+    one, two = (
+        json.loads((tmp_path / folder / "detections_bbox.json").read_text())
+        for folder in ("one", "two")
+    )
+    assert {entry["image_id"] for entry in one} == set(range(1, 8))
+    assert len(one) == len(two)
+    for a, b in zip(*(sorted(r, key=_place) for r in (one, two)), strict=True):
+        assert (a["image_id"], a["category_id"]) == (b["image_id"], b["category_id"])
+        assert b["bbox"] == pytest.approx(a["bbox"], abs=1e-2)
+
+
+def _place(entry: dict) -> tuple:
+    return entry["image_id"], -entry["score"]
 
 
 @pytest.mark.slow
@@ -170,7 +202,7 @@ def test_train_eval_predict_report_on_coco_files(tmp_path, capsys):
 
 def test_a_predictor_takes_pictures_of_any_size(tmp_path):
     run = tmp_path / "run"
-    train(detected(steps=1, test__score=0.0), run, CPU, quiet=True)
+    train(detected(steps=1, warmup_steps=0, test__score=0.0), run, CPU, quiet=True)
     predictor = Predictor.load(run, score=0.0, most=3)
     Image.new("RGB", (300, 40), "red").save(tmp_path / "p.png")
     found = predictor(tmp_path / "p.png")
