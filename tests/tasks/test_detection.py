@@ -337,7 +337,7 @@ def test_a_step_on_real_pictures_with_crowds_and_an_evaluation(project, tmp_path
     assert outcome.figures["images"] == 8
 
 
-# The network of mask_rcnn_nano as it stands, for small objects in small pictures: anchors from 16 pixels on, few samples.
+# The network of mask_rcnn_nano as it stands, for small objects in small pictures: small anchors, few samples.
 SCENES = {
     "data.kind": "scenes",
     "data.size": 64,
