@@ -360,7 +360,7 @@ SCENES = {
         "schedule": "linear",
     },
     "batch": 16,
-    "steps": 150,
+    "steps": 160,
     "warmup_steps": 15,
 }
 
