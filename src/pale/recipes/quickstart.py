@@ -12,7 +12,6 @@ from ..tasks.detection import DetectionModel, InstanceData, Testing
 from ..tasks.detection.mask_rcnn import Heads
 from ..tasks.segmentation import MaskData, SegmentationModel
 from ..tasks.segmentation.inference import MULTI_SCALES, Inference
-from ..tasks.segmentation.loss import Loss
 from .schema import Classification, Detection, Optim, Segmentation
 
 
@@ -21,7 +20,7 @@ def quickstart() -> Classification:
     return Classification(
         model=Model(name="pale_nano"),
         # Small pictures and small batches: many steps in little time.
-        data=Data(kind="scenes", size=40, crop=1.0, samples=14336, val_samples=512, workers=0),
+        data=Data(kind="scenes", size=40, crop=1.0, samples=14336, val_samples=1024, workers=0),
         augment=vary(NO_AUGMENT, flip=0.5, vertical_flip=0.5),
         mix=Mix(mixup=0, cutmix=0, smoothing=0),
         optim=Optim(lr=1e-3, lr_batch=32),
@@ -32,7 +31,7 @@ def quickstart() -> Classification:
 
 
 def segmentation() -> Segmentation:
-    """Shapes in generated scenes, pixel by pixel, with a narrow UperNet; about three minutes on two CPU cores."""
+    """Shapes in generated scenes, pixel by pixel, with a narrow UperNet; some minutes on two CPU cores."""
     own_size = Inference(short=None, long=None)
     return Segmentation(
         model=SegmentationModel(name="pale_nano", width=48, auxiliary=24, dropout=0),
@@ -49,14 +48,12 @@ def segmentation() -> Segmentation:
             vertical_flip=0.5,
             distort=0,
         ),
-        # Seven pixels in ten are background: shapes count a little more.
-        loss=Loss(class_weights=(0.8, *[1.3] * 8)),
         test=own_size,
         multi=vary(own_size, scales=MULTI_SCALES, flip=True),
         # A narrow model bears a high rate, and a short run second moments that forget soon.
         optim=Optim(lr=4e-3, lr_batch=16, min_lr=0, betas=(0.9, 0.98), schedule="linear"),
         batch=16,
-        steps=2200,
+        steps=2000,
         warmup_steps=120,
         eval_every=1,
     )
