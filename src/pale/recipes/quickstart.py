@@ -20,7 +20,7 @@ def quickstart() -> Classification:
     return Classification(
         model=Model(name="pale_nano"),
         # Small pictures and small batches: many steps in little time.
-        data=Data(kind="scenes", size=40, crop=1.0, samples=14336, val_samples=1024, workers=0),
+        data=Data(kind="scenes", size=40, crop=1.0, samples=14336, val_samples=512, workers=0),
         augment=vary(NO_AUGMENT, flip=0.5, vertical_flip=0.5),
         mix=Mix(mixup=0, cutmix=0, smoothing=0),
         optim=Optim(lr=1e-3, lr_batch=32),
@@ -37,7 +37,7 @@ def segmentation() -> Segmentation:
         model=SegmentationModel(name="pale_nano", width=48, auxiliary=24, dropout=0),
         # As above: small pictures, small batches, many steps.
         data=MaskData(
-            kind="scenes", size=48, objects=(1, 1), samples=17600, val_samples=512, workers=0
+            kind="scenes", size=48, objects=(1, 1), samples=17600, val_samples=1024, workers=0
         ),
         augment=MaskAugment(
             short=None,
