@@ -62,6 +62,10 @@ def test_train_evaluate_and_train_again_from_the_file(capsys, tmp_path):
     # Done is done; more epochs go on.
     assert json.loads(run(capsys, "train", "--resume", one, "--json")[1])["step"] == 9
     longer = json.loads(run(capsys, "train", "--resume", one, "--epochs", 4, "--json")[1])
+    for option in ("--init", "--model.weights"):
+        code, _, err = run(capsys, "train", "--resume", one, option, one)
+        assert code == 1
+        assert f"a run that goes on has its weights; {option} belongs to a new one" in err
     assert (longer["step"], longer["steps"]) == (11, 11)
 
 

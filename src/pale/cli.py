@@ -23,8 +23,8 @@ from . import (
     cli_use,
     cli_weights,
 )
-from .cli_bench import say
 from .cli_parser import Parser, Root, add_command, add_group, descend
+from .cli_say import console
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -223,8 +223,8 @@ def _cost(args: argparse.Namespace) -> None:
                 f"{row.difference:+.1%}",
                 f"{row.macs_ideal:.3f}",
             )
-        say(table)
-        say(
+        console().print(table)
+        console().print(
             "Counted as the paper pads, imagenet at 224x224, ade20k with UperNet at 512x2048, coco with "
             "Mask R-CNN at 800x1280; "
             "'ragged' is what our groups cost, which are never padded."
@@ -259,7 +259,7 @@ def _cost(args: argparse.Namespace) -> None:
         f"{ways['ideal'].params:,}",
         *(f"{total.macs / 1e9:.3f}" for total in ways.values()),
     )
-    say(table)
+    console().print(table)
 
 
 def _info(args: argparse.Namespace) -> None:
@@ -312,8 +312,8 @@ def _info(args: argparse.Namespace) -> None:
         f"{total['padding']:.1%}",
         f"{total['kept_bytes'] / 2**20:.1f} MiB",
     )
-    say(table)
-    say(
+    console().print(table)
+    console().print(
         "Multiply-adds: ideal, for one image; norm and classifier in the last line only. "
         "Padding: what the sdpa back-end computes beyond that. "
         "Kept: activations that training holds for the backward pass of one image."
@@ -335,15 +335,21 @@ def _doctor(args: argparse.Namespace) -> None:
     packages = ", ".join(
         f"{name} {version or 'not installed'}" for name, version in facts["packages"].items()
     )
-    say(f"pale {facts['pale']} on Python {facts['python']}, {facts['system']}\n{packages}")
+    console().print(
+        f"pale {facts['pale']} on Python {facts['python']}, {facts['system']}\n{packages}"
+    )
     for device in facts["devices"]:
         state = "works" if device["works"] else "gives wrong numbers: please report it"
-        say(f"{device['device']} ({device['about']}): back-end {device['backend']}, {state}")
+        console().print(
+            f"{device['device']} ({device['about']}): back-end {device['backend']}, {state}"
+        )
         blocks = device["blocks"]
         fused = blocks == "fused kernels"
-        say(f"  blocks: {blocks if fused else f'plain PyTorch; not fused kernels: {blocks}'}")
+        console().print(
+            f"  blocks: {blocks if fused else f'plain PyTorch; not fused kernels: {blocks}'}"
+        )
         for other, reason in device["others"].items():
-            say(f"  not {other}: {reason}")
+            console().print(f"  not {other}: {reason}")
 
 
 def _view_pales(args: argparse.Namespace) -> None:
@@ -356,7 +362,7 @@ def _view_pales(args: argparse.Namespace) -> None:
         stage=args.stage - 1,
         at=tuple(args.at) if args.at else None,
     )
-    say(f"{args.output} written")
+    console().print(f"{args.output} written")
 
 
 def _json(what: Any) -> None:

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from .cli_parser import add_command
+from .cli_say import console
 
 
 def add_commands(kinds: Any) -> None:
@@ -203,9 +203,11 @@ def _op(args: argparse.Namespace) -> None:
         )
     _end(args, report, table)
     for name, mean in report["means"].items():
-        say(f"{name}: {mean:.2f} times as fast as the best plain version (geometric mean)")
+        console().print(
+            f"{name}: {mean:.2f} times as fast as the best plain version (geometric mean)"
+        )
     if report["note"]:
-        say(report["note"])
+        console().print(report["note"])
     for row in report["rows"]:
         for name, error in row["errors"].items():
             sys.stderr.write(f"{row['piece']}, stage {row['stage']}, {name}: {error}\n")
@@ -219,14 +221,14 @@ def _end(args: argparse.Namespace, report: dict[str, Any], table: Table) -> None
     about["command"] = args.typed
     h, w = about["setting"]["size"]
     packages = f"torch {about['packages']['torch']}, timm {about['packages']['timm']}"
-    say(f"{about['hardware']}, {about['setting']['dtype']}, {h}x{w}, {packages}")
-    say(table)
-    say(
+    console().print(f"{about['hardware']}, {about['setting']['dtype']}, {h}x{w}, {packages}")
+    console().print(table)
+    console().print(
         f"Ceilings, measured: matrix product {roof['matrix'] / 1e12:.3g} TFLOP/s, "
         f"copy {roof['copy'] / 1e9:.3g} GB/s read and written."
     )
     if report["warning"]:
-        say(f"Warning: {report['warning']}")
+        console().print(f"Warning: {report['warning']}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -236,8 +238,3 @@ def _end(args: argparse.Namespace, report: dict[str, Any], table: Table) -> None
 
 def _or(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def say(what: Any) -> None:
-    """Print on the terminal's width, or on 140 columns."""
-    Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(what)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
+from .cli_say import console, say, say_json, say_problems
 from .progress import shown
 
 if TYPE_CHECKING:
@@ -49,7 +48,6 @@ def add_convert(add: Any, kinds: Any) -> None:
 
 def check(args: argparse.Namespace) -> int:
     """Check pictures and COCO's json."""
-    from .data.check import SHOWN
     from .data.instance_check import check_instances
     from .data.labelled import cores
 
@@ -62,27 +60,20 @@ def check(args: argparse.Namespace) -> int:
             break
     found = check_instances(splits, args.workers or cores(), shown(args.json))
     if args.json:
-        sys.stdout.write(json.dumps(found.plain(), indent=1) + "\n")
+        say_json(found.plain())
         return 0 if found.good else 1
     table = Table("class", *(f"{s}: {w}" for s in found.splits for w in ("objects", "pictures")))
     for name in found.classes:
         entries = [split["classes"][name] for split in found.splits.values()]
         table.add_row(name, *(str(e[w]) for e in entries for w in ("objects", "images")))
-    _console().print(table)
+    console().print(table)
     for name, split in found.splits.items():
         sizes = ", ".join(f"{n} {size}" for size, n in split["sizes"].items())
-        _say(
+        say(
             f"{name}: {split['images']} pictures, {split['objects']} objects ({sizes}), "
             f"{split['crowds']} crowds, {split['empty']} pictures without objects"
         )
-    for problem in found.problems:
-        word = "problem" if problem.serious else "note"
-        _say(f"{word}: {problem.kind} ({len(problem.items)}); {problem.advice}")
-        for item in problem.items[:SHOWN]:
-            _say(f"  {item}")
-        if len(problem.items) > SHOWN:
-            _say(f"  and {len(problem.items) - SHOWN} more; --json names all")
-    _say("ready to train" if found.good else "not ready: see the problems above")
+    say_problems(found)
     return 0 if found.good else 1
 
 
@@ -103,7 +94,7 @@ def evaluate(args: argparse.Namespace, recipe: Detection, weights: Any) -> None:
     if args.json:
         paper = {k: v for k, v in reported.items() if v is not None and "_ap" in k}
         plain = figures | {"paper": paper, "test": recipe.test.plain()}
-        sys.stdout.write(json.dumps(plain | {"per_class": metric.per_class()}, indent=1) + "\n")
+        say_json(plain | {"per_class": metric.per_class()})
         return
     table = Table("", "AP", "AP50", "AP75", "small", "medium", "large", "AP in the paper")
     for kind in ("box", "mask") if metric.masks else ("box",):
@@ -111,19 +102,17 @@ def evaluate(args: argparse.Namespace, recipe: Detection, weights: Any) -> None:
         cells = [f"{figures[k]:.2f}" if (k := f"{kind}_{n}") in figures else "-" for n in names]
         theirs = reported.get(f"{kind}_ap")
         table.add_row(kind, *cells, "-" if theirs is None else f"{theirs:g}")
-    _console().print(table)
+    console().print(table)
     rows = metric.per_class()
     columns = [c for c in rows[0] if c not in ("class", "objects")]
     table = Table("class", "objects", *(c.replace("_", " ") for c in columns))
     for row in rows:
         cells = ["-" if row[c] is None else f"{row[c]:.2f}" for c in columns]
         table.add_row(row["class"], str(row["objects"]), *cells)
-    _console().print(table)
-    _say(f"{figures['images']:.0f} images, {told(recipe)}")
+    console().print(table)
+    say(f"{figures['images']:.0f} images, {told(recipe)}")
     if folder is not None:
-        _say(
-            f"{folder} written: evaluation.json, per_class.csv, detections_*.json (COCO's results)"
-        )
+        say(f"{folder} written: evaluation.json, per_class.csv, detections_*.json (COCO's results)")
 
 
 def told(recipe: Detection) -> str:
@@ -142,18 +131,10 @@ def _convert(args: argparse.Namespace) -> None:
     args.output.write_text(json.dumps(content))
     counts = {part: len(content[part]) for part in ("images", "annotations", "categories")}
     if args.json:
-        sys.stdout.write(json.dumps(counts) + "\n")
+        say_json(counts, None)
         return
-    _say(f"{args.output}: {counts['images']} pictures, {counts['annotations']} objects")
-    _say(
+    say(f"{args.output}: {counts['images']} pictures, {counts['annotations']} objects")
+    say(
         f"train with: pale train small_boxes.mask_rcnn_pale_t --data.root . --data.images {args.images} "
         f"--data.annotations {args.output} --data.hold_out 0.2"
     )
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)

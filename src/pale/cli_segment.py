@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
+from .cli_say import console, say, say_json, say_problems
 from .progress import shown
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ def wants_masks(args: argparse.Namespace) -> bool:
 
 def check(args: argparse.Namespace) -> int:
     """Check images and masks."""
-    from .data.check import SHOWN
     from .data.labelled import cores
     from .data.mask_check import check_masks
     from .recipes import get
@@ -51,7 +48,7 @@ def check(args: argparse.Namespace) -> int:
     splits = {data.train: data.train_source(recipe.seed), data.val: data.val_source(recipe.seed)}
     found = check_masks(splits, args.workers or cores(), shown(args.json))
     if args.json:
-        sys.stdout.write(json.dumps(found.plain(), indent=1) + "\n")
+        say_json(found.plain())
         return 0 if found.good else 1
     table = Table("class", *(f"{s}: {w}" for s in found.splits for w in ("pixels, %", "images")))
     for name in found.classes:
@@ -60,19 +57,12 @@ def check(args: argparse.Namespace) -> int:
             entry = split["classes"][name]
             cells += [f"{entry['share']:.3f}", str(entry["images"])]
         table.add_row(name, *cells)
-    _console().print(table)
+    console().print(table)
     for name, split in found.splits.items():
-        _say(
+        say(
             f"{name}: {split['images']} images, {split['unlabelled']:.1f} % of the pixels unlabelled"
         )
-    for problem in found.problems:
-        word = "problem" if problem.serious else "note"
-        _say(f"{word}: {problem.kind} ({len(problem.items)}); {problem.advice}")
-        for item in problem.items[:SHOWN]:
-            _say(f"  {item}")
-        if len(problem.items) > SHOWN:
-            _say(f"  and {len(problem.items) - SHOWN} more; --json names all")
-    _say("ready to train" if found.good else "not ready: see the problems above")
+    say_problems(found)
     return 0 if found.good else 1
 
 
@@ -90,7 +80,7 @@ def evaluate(args: argparse.Namespace, recipe: Segmentation, weights: Any) -> No
                 figures, paper = each.figures, ""
                 if each.paper is not None:
                     paper = f" (the paper: {each.paper:g})"
-                _say(
+                say(
                     f"{each.protocol}-scale: mIoU {figures['miou']:.2f}{paper}, mAcc {figures['macc']:.2f}, "
                     f"aAcc {figures['aacc']:.2f}, {figures['images']:.0f} images; {each.how.told()}; "
                     "at the masks' size"
@@ -107,7 +97,7 @@ def evaluate(args: argparse.Namespace, recipe: Segmentation, weights: Any) -> No
             | {"per_class": e.details["per_class"]}
             for e in found
         }
-        sys.stdout.write(json.dumps(plain, indent=1) + "\n")
+        say_json(plain)
         return
     table = Table(
         "class", "pixels, %", *(f"{e.protocol}: {c}" for e in found for c in ("IoU", "Acc"))
@@ -116,14 +106,6 @@ def evaluate(args: argparse.Namespace, recipe: Segmentation, weights: Any) -> No
         numbers = [n for row in rows for n in (row["iou"], row["accuracy"])]
         cells = ["-" if n is None else f"{n:.2f}" for n in numbers]
         table.add_row(rows[0]["class"], f"{rows[0]['share']:.2f}", *cells)
-    _console().print(table)
+    console().print(table)
     if folder is not None:
-        _say(f"{folder} written: evaluation_*.json, per_class.csv")
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+        say(f"{folder} written: evaluation_*.json, per_class.csv")

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from . import cli_detect, cli_predict, cli_segment
 from .cli_parser import add_group
+from .cli_say import console, say, say_json, say_problems
 from .progress import shown
 
 # Commands that take the settings of a recipe as options.
@@ -214,14 +215,14 @@ def _recipes(args: argparse.Namespace) -> None:
         return
     all_ = {name: recipes.get(name) for name in recipes.RECIPES}
     if args.json:
-        sys.stdout.write(json.dumps({name: r.about for name, r in all_.items()}, indent=1) + "\n")
+        say_json({name: r.about for name, r in all_.items()})
         return
     table = Table("recipe", "what", "length", "batch")
     for name, recipe in all_.items():
         length = f"{recipe.epochs} epochs" if recipe.steps is None else f"{recipe.steps} steps"
         table.add_row(name, recipe.about, length, str(recipe.batch))
-    _console().print(table)
-    _console().print("pale recipes show NAME prints one; pale train NAME --data.root DIR runs it.")
+    console().print(table)
+    console().print("pale recipes show NAME prints one; pale train NAME --data.root DIR runs it.")
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -253,18 +254,28 @@ def _train(args: argparse.Namespace) -> int:
                     f"{run} holds a run already; go on with it: pale train --resume {run}, "
                     "or choose another folder: --output DIR"
                 )
+        if args.resume is not None:
+            _require_no_start(args)
         if args.init is not None:
-            if resume and args.resume is not None:
-                raise ValueError("a run that goes on has its weights; --init belongs to a new one")
             recipe = recipe.started_from(args.init)
         outcome = train(recipe.override(args.overrides), run, world, resume=resume, quiet=args.json)
         if args.json and world.main:
             about = {"run": str(run), "step": outcome.step, "steps": outcome.steps}
-            sys.stdout.write(json.dumps(about | outcome.figures, indent=1) + "\n")
+            say_json(about | outcome.figures)
     code = 0 if outcome.signal is None else 128 + outcome.signal
     if world.size > 1:
         leave(code)
     return code
+
+
+def _require_no_start(args: argparse.Namespace) -> None:
+    """The checkpoint's weights would replace those that are named here."""
+    given = ["init"] * (args.init is not None)
+    given += [
+        name for name in ("model.weights", "model.init", "model.new_head") if name in args.overrides
+    ]
+    if given:
+        raise ValueError(f"a run that goes on has its weights; --{given[0]} belongs to a new one")
 
 
 def _free(path: Path) -> Path:
@@ -310,10 +321,10 @@ def _eval(args: argparse.Namespace) -> None:
             return
     reported = recipe.reported.top1 if recipe.reported else None
     if args.json:
-        sys.stdout.write(json.dumps(figures | {"paper_top1": reported}, indent=1) + "\n")
+        say_json(figures | {"paper_top1": reported})
         return
     paper = f" (the paper: {reported:g})" if reported is not None else ""
-    _console().print(
+    console().print(
         f"top-1 {figures['top1']:.2f} %{paper}, top-5 {figures['top5']:.2f} %, loss {figures['loss']:.4f}, "
         f"{figures['images']:.0f} images"
     )
@@ -327,9 +338,9 @@ def _bench_data(args: argparse.Namespace) -> None:
     with Console(stderr=True).status(f"reading pictures for {args.seconds:g} s"):
         found = measure(recipe, args.seconds)
     if args.json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        say_json(found)
         return
-    _say(
+    say(
         f"{found['images_per_s']:.0f} images/s with {found['workers']} workers, "
         f"{found['worker_ms']:.2f} ms of a worker for each "
         f"({found['images']} images in {found['seconds']:.1f} s, batch {found['batch']})"
@@ -360,9 +371,9 @@ def _features(args: argparse.Namespace) -> None:
     found.save(args.output)
     count, width = found.vectors.shape
     if args.json:
-        sys.stdout.write(json.dumps({"pictures": count, "features": width}) + "\n")
+        say_json({"pictures": count, "features": width}, None)
     else:
-        _say(f"{args.output}: {count} pictures, {width} features each")
+        say(f"{args.output}: {count} pictures, {width} features each")
 
 
 def _probe(args: argparse.Namespace) -> None:
@@ -370,9 +381,9 @@ def _probe(args: argparse.Namespace) -> None:
 
     found = probe(Features.load(args.train), Features.load(args.val))
     if args.json:
-        sys.stdout.write(json.dumps(vars(found)) + "\n")
+        say_json(vars(found), None)
     else:
-        _say(f"top-1 {found.val:.2f} % (fitted on {found.train:.2f} %), penalty {found.strength:g}")
+        say(f"top-1 {found.val:.2f} % (fitted on {found.train:.2f} %), penalty {found.strength:g}")
 
 
 def _token_labels(args: argparse.Namespace) -> None:
@@ -405,25 +416,25 @@ def _token_labels(args: argparse.Namespace) -> None:
         workers=data.workers,
         device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         part=(int(part[0]), int(part[1])),
-        tell=(lambda line: None) if args.json else _say,
+        tell=(lambda line: None) if args.json else say,
         track=shown(args.json),
     )
     if args.json:
-        sys.stdout.write(json.dumps(asdict(made) | {"classes": len(made.classes)}, indent=1) + "\n")
+        say_json(asdict(made) | {"classes": len(made.classes)})
         return
     h, w = made.grid
     if made.agreement is None:
-        _say(f"{args.output}: other parts are still to be written")
+        say(f"{args.output}: other parts are still to be written")
         return
-    _say(
+    say(
         f"{args.output}: {made.pictures} pictures, {h}x{w} places, {made.k} classes at each; the picture's own "
         f"class is the first in {made.agreement:.1f} %"
     )
-    _say(f"train with: pale train imagenet.pale_t_star --token_labels.store {args.output} ...")
+    say(f"train with: pale train imagenet.pale_t_star --token_labels.store {args.output} ...")
 
 
 def _check(args: argparse.Namespace) -> int:
-    from .data.check import SHOWN, check, sheet
+    from .data.check import check, sheet
 
     if args.annotations:
         return cli_detect.check(args)
@@ -433,20 +444,13 @@ def _check(args: argparse.Namespace) -> int:
     if args.sheet:
         sheet(args.root, next(iter(found.counts)), args.sheet)
     if args.json:
-        sys.stdout.write(json.dumps(found.plain(), indent=1) + "\n")
+        say_json(found.plain())
         return 0 if found.good else 1
     for split, labels in found.counts.items():
-        _say(f"{split}: {sum(labels.values())} pictures in {len(labels)} classes")
-    for problem in found.problems:
-        word = "problem" if problem.serious else "note"
-        _say(f"{word}: {problem.kind} ({len(problem.items)}); {problem.advice}")
-        for item in problem.items[:SHOWN]:
-            _say(f"  {item}")
-        if len(problem.items) > SHOWN:
-            _say(f"  and {len(problem.items) - SHOWN} more; --json names all")
-    _say("ready to train" if found.good else "not ready: see the problems above")
+        say(f"{split}: {sum(labels.values())} pictures in {len(labels)} classes")
+    say_problems(found)
     if args.sheet:
-        _say(f"{args.sheet} written")
+        say(f"{args.sheet} written")
     return 0 if found.good else 1
 
 
@@ -466,16 +470,8 @@ def _pack(args: argparse.Namespace) -> None:
         paths = pack(source, args.output, split, size, track=track)
         written[split] = {"pictures": len(source), "shards": len(paths)}
     if args.json:
-        sys.stdout.write(json.dumps(written, indent=1) + "\n")
+        say_json(written)
         return
     for split, counts in written.items():
-        _say(f"{split}: {counts['pictures']} pictures in {counts['shards']} shards")
-    _say(f"train with: pale train RECIPE --data.kind shards --data.root {args.output}")
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+        say(f"{split}: {counts['pictures']} pictures in {counts['shards']} shards")
+    say(f"train with: pale train RECIPE --data.kind shards --data.root {args.output}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from .cli_say import console, say, say_json
 
 Run = Callable[[argparse.Namespace], int | None]
 SOURCE = "a run's folder, a .safetensors file, or a model's name"
@@ -117,8 +117,7 @@ def _export(args: argparse.Namespace) -> None:
         if args.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {args.threads}")
         torch.set_num_threads(args.threads)
-    console = Console(stderr=True)
-    with console.status("loading") as status:
+    with Console(stderr=True).status("loading") as status:
         done = export(
             args.source,
             args.output,
@@ -132,7 +131,7 @@ def _export(args: argparse.Namespace) -> None:
             say=status.update,
         )
     if args.json:
-        sys.stdout.write(json.dumps(done.plain(), indent=1) + "\n")
+        say_json(done.plain())
         return
     table = Table("batch", "size", "largest difference", "of the largest logit")
     for name in ("PyTorch, ms", f"{done.format}, ms", "times as fast"):
@@ -148,7 +147,7 @@ def _export(args: argparse.Namespace) -> None:
             f"{check.ms:.1f}",
             f"{check.torch_ms / check.ms:.2f}",
         )
-    _console().print(table)
+    console().print(table)
     if done.data is not None:
         what = {"classification": "pictures", "segmentation": "pixels", "detection": "objects"}[
             done.about["task"]
@@ -156,13 +155,13 @@ def _export(args: argparse.Namespace) -> None:
         line = f"{done.data.pictures} pictures: the same class on {done.data.agreement:.2f} % of the {what}"
         if done.data.top1 is not None:
             line += f"; top-1 {done.data.top1_file:.2f} %, PyTorch {done.data.top1:.2f} %"
-        _say(line)
+        say(line)
     elif done.format == "int8":
-        _say("int8 changes the logits; --data DIR shows what that does to the classes of pictures")
+        say("int8 changes the logits; --data DIR shows what that does to the classes of pictures")
     if not done.about["trained"]:
-        _say("the weights are untrained")
+        say("the weights are untrained")
     where = f" for {done.device}" if done.format == "aoti" else ""
-    _say(
+    say(
         f"{done.path} written: {done.format}{where}, {done.bytes / 1e6:.1f} MB, "
         f"{len(done.about['classes']) or 'unnamed'} classes"
     )
@@ -210,21 +209,13 @@ def _attention(args: argparse.Namespace) -> None:
             "maps": [list(blocks[0].q.shape[:2]) for blocks in seen.stages],
             "classes": [vars(score) for score in best],
         }
-        sys.stdout.write(json.dumps(about, indent=1) + "\n")
+        say_json(about)
         return
     if seen.loaded.trained:
-        _say(", ".join(f"{score.name} {100 * score.share:.1f} %" for score in best))
+        say(", ".join(f"{score.name} {100 * score.share:.1f} %" for score in best))
     else:
-        _say(
+        say(
             f"{seen.loaded.name} is untrained: pales are true, attention is that of random weights; "
             "give --weights RUN"
         )
-    _say(f"{args.output} written, {args.output.stat().st_size / 1e6:.1f} MB")
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    say(f"{args.output} written, {args.output.stat().st_size / 1e6:.1f} MB")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from .cli_say import console, say, say_json
 
 Run = Callable[[argparse.Namespace], int | None]
 SOURCE = "a name that pale weights lists, a run's folder, or a .safetensors file"
@@ -87,10 +87,10 @@ def _list(args: argparse.Namespace) -> None:
     folder = _where(args)
     found = entries(folder)
     if args.json:
-        sys.stdout.write(json.dumps([asdict(entry) for entry in found], indent=1) + "\n")
+        say_json([asdict(entry) for entry in found])
         return
     if not found:
-        _say(
+        say(
             f"{folder} holds no weights yet: make them with benchmarks/demo_weights.py (docs/weights.md)"
         )
         return
@@ -108,9 +108,9 @@ def _list(args: argparse.Namespace) -> None:
             entry.headline,
             f"{entry.figures.get('images', 0):.0f}",
         )
-    _console().print(table)
+    console().print(table)
     total = sum(entry.bytes for entry in found) / 1e6
-    _say(
+    say(
         f"{total:.2f} MB in {folder}; pale weights show NAME prints a card: data, recipe, peers, limits"
     )
 
@@ -124,11 +124,11 @@ def _show(args: argparse.Namespace) -> None:
         raise ValueError(f"{folder / entry.card} is missing; install the package again")
     card = (folder / entry.card).read_text()
     if args.json:
-        sys.stdout.write(json.dumps(asdict(entry) | {"text": card}, indent=1) + "\n")
+        say_json(asdict(entry) | {"text": card})
         return
     # What stands between two lines of --- is for the hub.
     parts = card.split("---\n", 2)
-    _say(parts[2].strip() if card.startswith("---\n") and len(parts) == 3 else card.strip())
+    say(parts[2].strip() if card.startswith("---\n") and len(parts) == 3 else card.strip())
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -138,12 +138,12 @@ def _verify(args: argparse.Namespace) -> int:
     found = verify(folder)
     bad = [each for each in found if each.problem is not None]
     if args.json:
-        sys.stdout.write(json.dumps([asdict(each) for each in found], indent=1) + "\n")
+        say_json([asdict(each) for each in found])
         return 1 if bad else 0
     if not found:
-        _say(f"{folder} holds no weights yet: there is nothing to check")
+        say(f"{folder} holds no weights yet: there is nothing to check")
     for each in found:
-        _say(f"{each.name}: {each.file} " + (each.problem or "is as it was made"))
+        say(f"{each.name}: {each.file} " + (each.problem or "is as it was made"))
     if bad:
         names = ", ".join(each.name for each in bad)
         sys.stderr.write(f"pale: not as they were made: {names}; install the package again\n")
@@ -155,11 +155,11 @@ def _export(args: argparse.Namespace) -> None:
 
     written = export(args.source, args.target, args.recipe, _where(args))
     if args.json:
-        sys.stdout.write(json.dumps({"files": [str(path) for path in written]}, indent=1) + "\n")
+        say_json({"files": [str(path) for path in written]})
         return
-    _say(f"{args.target} written: {', '.join(path.name for path in written)}")
+    say(f"{args.target} written: {', '.join(path.name for path in written)}")
     if any(path.name == "config.json" for path in written):
-        _say(f"import pale; timm.create_model('local-dir:{args.target}', pretrained=True)")
+        say(f"import pale; timm.create_model('local-dir:{args.target}', pretrained=True)")
 
 
 def _pack(args: argparse.Namespace) -> None:
@@ -169,14 +169,6 @@ def _pack(args: argparse.Namespace) -> None:
     size = pack(args.source, args.output, args.recipe)
     found = {"file": str(args.output), "bytes": size, "sha256": digest(args.output)}
     if args.json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        say_json(found)
         return
-    _say(f"{args.output} written: {size / 1e6:.2f} MB, sha256 {found['sha256']}")
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    say(f"{args.output} written: {size / 1e6:.2f} MB, sha256 {found['sha256']}")

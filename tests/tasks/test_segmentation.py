@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from launching import torchrun
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -69,20 +68,6 @@ def test_a_run_goes_on_bit_equal(tmp_path):
 
 def curve(folder: Path) -> list[tuple[float, float]]:
     return [(e["loss"], e["grad_norm"]) for e in read(folder / "log.jsonl") if e["event"] == "step"]
-
-
-def torchrun(*arguments: object) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "-m", "pale", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=180,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from pale import cost
 from pale import weights as weight_files
 from pale.pale_transformer import VARIANTS
 from pale.recipes import RECIPES, get
-from pale.tasks.segmentation import SegmentationModel, init_backbone
+from pale.tasks.backbones import init_backbone
+from pale.tasks.segmentation import SegmentationModel
 from pale.tasks.segmentation.upernet import FCNHead, UperNetHead
 
 SMALL = {"depths": [1, 1, 1, 1], "channels": [8, 16, 16, 16], "heads": [2, 2, 2, 2]}

@@ -1,13 +1,11 @@
 """Several processes, started by torchrun as a user does, against one."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launching import torchrun
 from safetensors.torch import load_file
 
 from pale.recipes.schema import text
@@ -34,22 +32,6 @@ def dying(self, iterator):
 Trainer.make_step = dying
 sys.exit(main(sys.argv[1:]))
 """
-
-
-def torchrun(
-    *arguments: object, script: tuple[str, ...] = ("-m", "pale"), restarts: int = 0
-) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    limit = [f"--max-restarts={restarts}"] if restarts else []
-    done = subprocess.run(
-        [*command, *limit, *script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=180,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
 def curve(run: Path) -> list[tuple[int, float, float]]:

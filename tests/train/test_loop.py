@@ -1,5 +1,6 @@
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pale.train.distributed import World
 from pale.train.log import read
 from pale.train.loop import NonFiniteError, Trainer, train
 
-from .tiny import tiny
+from .tiny import CHANGES, tiny
 
 ALONE = World(torch.device("cpu"))
 
@@ -232,6 +233,49 @@ def test_more_steps_done_than_asked_for_is_an_error(tmp_path):
         ValueError, match="has done 6 steps, the recipe asks for 3; give more epochs"
     ):
         train(tiny(epochs=1), tmp_path, ALONE, resume=True, quiet=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"optim__weight_decay": 0.9}, {"optim__betas": [0.5, 0.9]}, {"optim__eps": 1e-3}],
+    ids=lambda change: next(iter(change)),
+)
+def test_settings_of_the_optimizer_that_change_take_effect_when_a_run_goes_on(tmp_path, change):
+    train(tiny(epochs=2), tmp_path / "a", ALONE, quiet=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    train(tiny(), tmp_path / "a", ALONE, resume=True, quiet=True)
+    trainer = Trainer(tiny(**change), tmp_path / "b", ALONE)
+    trainer.resume(pytest.fail)
+    name = next(iter(change)).removeprefix("optim__")
+    wanted = getattr(trainer.recipe.optim, name)
+    spared, others = (group[name] for group in trainer.optimizer.param_groups)
+    assert others == wanted
+    assert spared == (0 if name == "weight_decay" else wanted)
+    assert trainer.optimizer.state_dict()["state"][0]["step"] == 6  # the moments are the run's
+    train(trainer.recipe, tmp_path / "b", ALONE, resume=True, quiet=True)
+    one, two = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert any(not torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optim__layer_decay": 0.7}, "groups parameters otherwise.*optim.layer_decay cannot be"),
+        (
+            {"model__options": {"depths": [2, 1, 1, 1]}},
+            r"it holds \d+ parameters, the model \d+.*go on with the recipe of the run",
+        ),
+        (
+            {"model__options": CHANGES["model.options"] | {"channels": [8, 16, 16, 32]}},
+            r"head.fc.weight is \(8, 16\) there, \(8, 32\) here.*the model cannot change",
+        ),
+    ],
+    ids=["layer decay", "depth", "width"],
+)
+def test_what_cannot_change_when_a_run_goes_on_is_said(tmp_path, change, message):
+    train(tiny(epochs=1, ema=None), tmp_path, ALONE, quiet=True)
+    with pytest.raises(ValueError, match=message):
+        train(tiny(ema=None, **change), tmp_path, ALONE, resume=True, quiet=True)
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused_at_once(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from launching import torchrun
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
@@ -23,7 +24,7 @@ from pale.train.loop import Trainer, train
 from pale.train.sharded import restore
 
 from .sharding import COUNTS, HARD
-from .test_distributed import curve, torchrun
+from .test_distributed import curve
 from .tiny import tiny
 
 ALONE = World(torch.device("cpu"))

@@ -43,11 +43,9 @@ class Problem:
 
 
 @dataclass
-class Report:
-    """What a check has found."""
+class Findings:
+    """What a check has found, whatever the data."""
 
-    counts: dict[str, dict[str, int]] = field(default_factory=dict)  # split, class: pictures
-    sizes: Counter[str] = field(default_factory=Counter)
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -57,12 +55,41 @@ class Report:
 
     def plain(self) -> dict[str, Any]:
         """As JSON holds it."""
-        return {
-            "good": self.good,
-            "counts": self.counts,
-            "sizes": dict(self.sizes.most_common(SHOWN)),
-            "problems": [vars(problem) for problem in self.problems],
-        }
+        problems = [vars(problem) for problem in self.problems]
+        return {"good": self.good, **self.counted(), "problems": problems}
+
+    def counted(self) -> dict[str, Any]:
+        """The figures."""
+        raise NotImplementedError
+
+
+@dataclass
+class Report(Findings):
+    """What a check of folders has found."""
+
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)  # split, class: pictures
+    sizes: Counter[str] = field(default_factory=Counter)
+
+    def counted(self) -> dict[str, Any]:
+        """Pictures of each class, and the most frequent sizes."""
+        return {"counts": self.counts, "sizes": dict(self.sizes.most_common(SHOWN))}
+
+
+@dataclass
+class SplitReport(Findings):
+    """What a check of masks or objects has found.
+
+    Attributes:
+        classes: names of the training set's.
+        splits: for each split its figures, and under "classes" those of each class.
+    """
+
+    classes: list[str] = field(default_factory=list)
+    splits: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def counted(self) -> dict[str, Any]:
+        """Of each split."""
+        return {"classes": self.classes, "splits": self.splits}
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..progress import Track, silent
 from . import rle
-from .check import Problem
+from .check import Problem, SplitReport
 from .coco import LEAST_SIDE, read_json
 from .images import UnreadableImageError, read_image
 
@@ -24,42 +23,13 @@ FEW = 10  # objects below which a class is hardly learned
 SMALL, LARGE = 32**2, 96**2  # COCO's bounds, in pixels
 
 
-@dataclass
-class InstanceReport:
-    """What a check has found.
-
-    Attributes:
-        classes: names of the training set's.
-        splits: for each split its pictures, objects, crowds, sizes, and objects and pictures of each class.
-        problems: the worst first.
-    """
-
-    classes: list[str]
-    splits: dict[str, dict[str, Any]] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-
-    @property
-    def good(self) -> bool:
-        """Whether nothing serious was found."""
-        return not any(problem.serious for problem in self.problems)
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        return {
-            "good": self.good,
-            "classes": self.classes,
-            "splits": self.splits,
-            "problems": [vars(problem) for problem in self.problems],
-        }
-
-
 def check_instances(
     splits: dict[str, tuple[Path, Path]], threads: int = 4, track: Track = silent
-) -> InstanceReport:
+) -> SplitReport:
     """Look at each json with its folder of pictures; the first is the training set."""
     contents = {name: read_json(path) for name, (path, _) in splits.items()}
     first = next(iter(contents.values()))
-    report = InstanceReport([str(c.get("name")) for c in _by_id(first["categories"])])
+    report = SplitReport(classes=[str(c.get("name")) for c in _by_id(first["categories"])])
     problems: list[Problem] = []
     sums: dict[str, dict[str, str]] = {}
     for name, (_, folder) in splits.items():
@@ -247,7 +217,7 @@ def _between(contents: dict[str, dict[str, Any]], sums: dict[str, dict[str, str]
     ]
 
 
-def _of_classes(report: InstanceReport) -> list[Problem]:
+def _of_classes(report: SplitReport) -> list[Problem]:
     (first, train), *_ = report.splits.items()
     never = [f"{first}: {name}" for name, c in train["classes"].items() if not c["objects"]]
     rare = [

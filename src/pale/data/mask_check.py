@@ -4,54 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..progress import Track, silent
-from .check import LONG, SMALL, Problem
+from .check import LONG, SMALL, Problem, SplitReport
 from .masks import MaskSource, Seen, survey
 
 RARE = 0.001  # share of the pixels below which a class is hardly learned
 EMPTY = 0.5  # share of unlabelled pixels above which an image is named
 
 
-@dataclass
-class MaskReport:
-    """What a check has found.
-
-    Attributes:
-        classes: their names.
-        splits: for each split the images, and for each class its share of the labelled pixels and in how many images.
-        problems: the worst first.
-    """
-
-    classes: list[str]
-    splits: dict[str, dict[str, Any]] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-
-    @property
-    def good(self) -> bool:
-        """Whether nothing serious was found."""
-        return not any(problem.serious for problem in self.problems)
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        return {
-            "good": self.good,
-            "classes": self.classes,
-            "splits": self.splits,
-            "problems": [vars(problem) for problem in self.problems],
-        }
-
-
 def check_masks(
     sources: dict[str, MaskSource], threads: int = 4, track: Track = silent
-) -> MaskReport:
+) -> SplitReport:
     """Read every picture and mask; the first source is the training set."""
     first = next(iter(sources.values()))
-    report = MaskReport(list(first.classes.names))
+    report = SplitReport(classes=list(first.classes.names))
     seen = {name: survey(source, threads, True, track) for name, source in sources.items()}
     problems: list[Problem] = []
     for split, source in sources.items():
@@ -131,7 +101,7 @@ def _copies(sources: dict[str, MaskSource], seen: dict[str, list[Seen]]) -> Prob
     )
 
 
-def _of_classes(report: MaskReport) -> list[Problem]:
+def _of_classes(report: SplitReport) -> list[Problem]:
     (first, train), *others = report.splits.items()
     never = [f"{first}: {name}" for name, c in train["classes"].items() if not c["images"]]
     unseen = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import Field, model_validator
@@ -21,6 +21,8 @@ from ..tasks.segmentation import MaskData, SegmentationModel, SegmentationTask
 from ..tasks.segmentation.inference import MULTI_SCALES, Inference
 from ..tasks.segmentation.loss import Loss
 from ..tasks.token_labelling import TokenLabels
+
+R = TypeVar("R", bound="Recipe")
 
 
 class Optim(Settings):
@@ -117,6 +119,20 @@ class Recipe(Settings):
     required: tuple[str, ...] = ()
 
     @model_validator(mode="after")
+    def _warmup_fits(self) -> Recipe:
+        steps, warmup = self.steps, self.warmup_steps
+        if steps is not None and warmup and warmup >= steps:
+            raise ValueError(
+                f"warmup_steps must be fewer than steps, got {warmup} and {steps}; set both"
+            )
+        if steps is None and warmup is None and 0 < self.warmup_epochs >= self.epochs:
+            raise ValueError(
+                f"warmup_epochs must be fewer than epochs, got {self.warmup_epochs:g} and {self.epochs}; "
+                "set both"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parallel_fits(self) -> Recipe:
         if self.parallel == "fsdp" and self.precision == "fp16":
             raise ValueError(
@@ -171,15 +187,6 @@ class Classification(Recipe):
     mix: Mix = Mix()
     token_labels: TokenLabels = TokenLabels()
 
-    @model_validator(mode="after")
-    def _warmup_fits(self) -> Classification:
-        if self.warmup_epochs >= self.epochs and self.warmup_epochs > 0:
-            raise ValueError(
-                f"warmup_epochs must be fewer than epochs, got {self.warmup_epochs:g} and {self.epochs}; "
-                "set both"
-            )
-        return self
-
     def task(self, classes: Sequence[str] | None = None) -> ClassificationTask:
         """Data are looked for here."""
         if classes is None:
@@ -225,15 +232,6 @@ class Segmentation(Recipe):
 
     @model_validator(mode="after")
     def _fits(self) -> Segmentation:
-        if self.steps is not None and self.warmup_steps and self.warmup_steps >= self.steps:
-            raise ValueError(
-                f"warmup_steps must be fewer than steps, got {self.warmup_steps} and {self.steps}; set both"
-            )
-        if self.steps is None and self.warmup_steps is None and self.warmup_epochs >= self.epochs:
-            raise ValueError(
-                f"warmup_epochs must be fewer than epochs, got {self.warmup_epochs:g} and {self.epochs}; "
-                "set both"
-            )
         if self.batch // self.accumulate < 2:
             raise ValueError(
                 f"batch norm needs at least two images at a time, got batch {self.batch} in "

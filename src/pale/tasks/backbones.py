@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+from pydantic import model_validator
 from torch import nn
 
 from .. import weights as weight_files
@@ -62,6 +63,48 @@ def maps_of(model: Model, size: int | tuple[int, int], what: str) -> tuple[nn.Mo
     if len(info.reduction()) > len(STRIDES):
         backbone.out_indices = backbone.out_indices[-4:]
     return backbone, list(info.channels()[-4:])
+
+
+class DenseModel(Model):
+    """Heads on a backbone, and what both start from.
+
+    Attributes:
+        init: a classifier (a run, a .safetensors file, or a foreign .pth) that the backbone starts from.
+    """
+
+    init: Path | None = None
+
+    @model_validator(mode="after")
+    def _one_start(self) -> DenseModel:
+        if self.init is not None and self.weights is not None:
+            raise ValueError(
+                "model.init (a classifier, for the backbone) and model.weights (the whole model) "
+                "exclude each other; give one"
+            )
+        return self
+
+    def network(self, classes: int, size: int | tuple[int, int]) -> nn.Module:
+        """The model with random weights."""
+        raise NotImplementedError
+
+    def build(self, classes: int, size: int | tuple[int, int]) -> Any:
+        """The model, with its weights loaded where some are named."""
+        return self.assemble(classes, size)[0]
+
+    def assemble(self, classes: int, size: int | tuple[int, int]) -> tuple[Any, list[str]]:
+        """The model, and what there is to say about the weights that it starts from."""
+        model = self.network(classes, size)
+        if self.checkpointing:
+            model.set_grad_checkpointing(True)  # type: ignore[operator]
+        notes = []
+        if self.weights is not None:
+            weight_files.put(model, weight_files.load(self.weights), self.weights, self.new_head)
+            notes.append(
+                f"weights of {self.weights}" + (" but for the classifiers" * self.new_head)
+            )
+        if self.init is not None:
+            notes.append(init_backbone(model, self.init))
+        return model, notes
 
 
 def init_backbone(model: nn.Module, path: Path) -> str:

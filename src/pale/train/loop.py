@@ -109,7 +109,7 @@ class Trainer:
         limit = SKIPS_IN_A_ROW if recipe.on_nonfinite == "skip" else 1
         self.guard = Guard(world, limit) if self.delayed else None
         self.statistics = Statistics(self.model)
-        self.optimizer = optimizer(self.model, recipe, fused=self.delayed)
+        self.optimizer = optimizer(self.model, recipe)
         self.schedule = schedule(self.optimizer, recipe, self.stream.steps, self.stream.samples)
         self.step, self.evaluated, self.best, self.skipped = 0, 0, -math.inf, 0
         self.figures: dict[str, float] = {}

@@ -10,13 +10,10 @@ from torch.optim import AdamW
 from ..recipes.schema import Recipe
 
 
-def optimizer(model: nn.Module, recipe: Recipe, fused: bool = False) -> AdamW:
+def optimizer(model: nn.Module, recipe: Recipe) -> AdamW:
     """AdamW: no decay on norms, biases and what the model names; learning rates by layer where asked for.
 
-    Args:
-        model: on its device.
-        recipe: of the run.
-        fused: PyTorch's kernel for all parameters at once, which CUDA always has.
+    PyTorch's fused kernel: on a CPU, too, several times as fast as a loop over small parameters.
     """
     optim = recipe.optim
     named = getattr(model, "no_weight_decay", None)
@@ -27,8 +24,7 @@ def optimizer(model: nn.Module, recipe: Recipe, fused: bool = False) -> AdamW:
         )
     else:
         groups = param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=spared)
-    fused = fused or next(model.parameters()).is_cuda
-    return AdamW(groups, recipe.peak_lr, optim.betas, optim.eps, fused=fused or None)
+    return AdamW(groups, recipe.peak_lr, optim.betas, optim.eps, fused=True)
 
 
 def schedule(

@@ -146,12 +146,7 @@ def restore(
     shards = any(path.glob("shard-*"))
     state = checkpoint.load_trainer(path, device)
     moments, groups = state["optimizer"]["state"], state["optimizer"]["param_groups"]
-    there, here = (sum(len(g["params"]) for g in gs) for gs in (groups, optimizer.param_groups))
-    if there != here:
-        raise ValueError(
-            f"{path} does not fit this recipe (it holds {there} parameters, the model {here}); "
-            "go on with the recipe of the run"
-        )
+    _require_same(path, groups, optimizer.param_groups)
     if shards:
         tensors = _states({n: m for n, m in models.items() if n in state["models"]})
         _fill(path, tensors | _moments(moments, optimizer, new=True))
@@ -161,18 +156,44 @@ def restore(
         saved = checkpoint.load_models(path)
         for name, model in models.items():
             own, values = model.state_dict(), saved.get(name, saved["model"])
-            model.load_state_dict(
-                {n: like(v, own[n]) if n in own else v for n, v in values.items()}
-            )
+            _require_shapes(path, own, values)
+            model.load_state_dict({n: like(v, own[n]) for n, v in values.items()})
         for parameter, values in _by_parameter(moments, optimizer):
             for name, value in values.items():
                 if value.ndim:
                     values[name] = like(value, parameter)
-    # How to compute is the device's affair, not the checkpoint's.
+    # What the moments are is the checkpoint's affair; decay, betas and how to compute are the recipe's.
     for group, own_group in zip(groups, optimizer.param_groups, strict=True):
-        group |= {name: own_group[name] for name in ("fused", "foreach")}
+        group |= {name: value for name, value in own_group.items() if name != "params"}
     optimizer.load_state_dict(state["optimizer"])
     return state
+
+
+def _require_same(path: Path, saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Moments are found by their place in the groups."""
+    there, here = ([len(group["params"]) for group in groups] for groups in (saved, own))
+    if sum(there) != sum(here):
+        raise ValueError(
+            f"{path} does not fit this recipe (it holds {sum(there)} parameters, the model {sum(here)}); "
+            "go on with the recipe of the run"
+        )
+    if there != here:
+        raise ValueError(
+            f"{path} does not fit this recipe (it groups parameters otherwise); optim.layer_decay cannot be "
+            "set or unset when a run goes on, other values of optim can change"
+        )
+
+
+def _require_shapes(path: Path, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    for name in sorted(own.keys() | saved.keys()):
+        here, there = (
+            tuple(state[name].shape) if name in state else None for state in (own, saved)
+        )
+        if here != there:
+            raise ValueError(
+                f"{path} does not fit this recipe ({name} is {there} there, {here} here); the model cannot "
+                "change when a run goes on, go on with the recipe of the run"
+            )
 
 
 def _fill(path: Path, tensors: dict[str, Any]) -> None:

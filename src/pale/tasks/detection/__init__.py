@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
@@ -30,8 +30,8 @@ from ...data.scenes import CLASSES as SHAPES
 from ...data.scenes import Scenes
 from ...data.transforms import normalise
 from ...settings import Settings
-from ..backbones import init_backbone
-from ..classification import VAL_SEED, Model
+from ..backbones import DenseModel
+from ..classification import VAL_SEED
 from .drawing import overlay, side_by_side
 from .mask_rcnn import Heads, MaskRCNN
 from .metric import AveragePrecision
@@ -47,48 +47,22 @@ __all__ = [
     "Testing",
     "feature_pyramid",
     "overlay",
+    "weight_files",
 ]
 
 
-class DetectionModel(Model):
+class DetectionModel(DenseModel):
     """Mask R-CNN on a backbone, and what both start from.
 
     Attributes:
         heads: sizes of the heads.
-        init: a classifier (a run, a .safetensors file, or a foreign .pth) that the backbone starts from.
     """
 
     heads: Heads = Heads()
-    init: Path | None = None
 
-    @model_validator(mode="after")
-    def _one_start(self) -> DetectionModel:
-        if self.init is not None and self.weights is not None:
-            raise ValueError(
-                "model.init (a classifier, for the backbone) and model.weights (a whole detector) "
-                "exclude each other; give one"
-            )
-        return self
-
-    def build(self, classes: int, size: int | tuple[int, int]) -> MaskRCNN:
-        """The model, with its weights loaded where some are named."""
-        return self.assemble(classes, size)[0]
-
-    def assemble(self, classes: int, size: int | tuple[int, int]) -> tuple[MaskRCNN, list[str]]:
-        """The model, and what there is to say about the weights that it starts from."""
-        body = pyramid_of(self, size, self.heads.width)
-        model = MaskRCNN(body, classes, self.heads)
-        if self.checkpointing:
-            model.set_grad_checkpointing(True)
-        notes = []
-        if self.weights is not None:
-            weight_files.put(model, weight_files.load(self.weights), self.weights, self.new_head)
-            notes.append(
-                f"weights of {self.weights}" + (" but for the classifiers" * self.new_head)
-            )
-        if self.init is not None:
-            notes.append(init_backbone(model, self.init))
-        return model, notes
+    def network(self, classes: int, size: int | tuple[int, int]) -> MaskRCNN:
+        """The model with random weights."""
+        return MaskRCNN(pyramid_of(self, size, self.heads.width), classes, self.heads)
 
 
 class Testing(Settings):

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
-from ... import weights as weight_files
 from ...data.labelled import cores
 from ...data.mask_transforms import MaskAugment, Masked, WholeImages, collate, distort
 from ...data.masks import (
@@ -36,58 +35,32 @@ from ...data.scenes import Scenes
 from ...data.transforms import normalise
 from ...pale_transformer import VARIANTS
 from ...settings import Settings
-from ..backbones import STRIDES, init_backbone, maps_of
-from ..classification import VAL_SEED, Model
+from ..backbones import STRIDES, DenseModel, maps_of
+from ..classification import VAL_SEED
 from .inference import Inference
 from .loss import Loss, balanced, keep_masks, pixel_loss
 from .metric import MeanIoU, overlay, unpack
 from .upernet import UperNet
 
 
-class SegmentationModel(Model):
+class SegmentationModel(DenseModel):
     """UperNet on a backbone, and what both start from.
 
     Attributes:
         width: channels of the decode head.
         auxiliary: channels of the auxiliary head; 0 for none.
         dropout: of channels before the classifiers, as mmsegmentation's heads have it.
-        init: a classifier (a run, a .safetensors file, or a foreign .pth) that the backbone starts from.
     """
 
     width: int = Field(default=512, ge=1)
     auxiliary: int = Field(default=256, ge=0)
     dropout: float = Field(default=0.1, ge=0, lt=1)
-    init: Path | None = None
 
-    @model_validator(mode="after")
-    def _one_start(self) -> SegmentationModel:
-        if self.init is not None and self.weights is not None:
-            raise ValueError(
-                "model.init (a classifier, for the backbone) and model.weights (a whole segmenter) "
-                "exclude each other; give one"
-            )
-        return self
-
-    def build(self, classes: int, size: int | tuple[int, int]) -> UperNet:
-        """The model, with its weights loaded where some are named."""
-        return self.assemble(classes, size)[0]
-
-    def assemble(self, classes: int, size: int | tuple[int, int]) -> tuple[UperNet, list[str]]:
-        """The model, and what there is to say about the weights that it starts from."""
+    def network(self, classes: int, size: int | tuple[int, int]) -> UperNet:
+        """The model with random weights."""
         backbone, channels = maps_of(self, size, "UperNet")
         multiple = 1 if self.name in VARIANTS else STRIDES[-1]
-        model = UperNet(backbone, channels, classes, self.width, self.auxiliary, multiple)
-        if self.checkpointing:
-            model.set_grad_checkpointing(True)
-        notes = []
-        if self.weights is not None:
-            weight_files.put(model, weight_files.load(self.weights), self.weights, self.new_head)
-            notes.append(
-                f"weights of {self.weights}" + (" but for the classifiers" * self.new_head)
-            )
-        if self.init is not None:
-            notes.append(init_backbone(model, self.init))
-        return model, notes
+        return UperNet(backbone, channels, classes, self.width, self.auxiliary, multiple)
 
 
 class MaskData(Settings):
