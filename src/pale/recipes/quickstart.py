@@ -37,7 +37,7 @@ def segmentation() -> Segmentation:
         model=SegmentationModel(name="pale_nano", width=48, auxiliary=24, dropout=0),
         # As above: small pictures, small batches, many steps.
         data=MaskData(
-            kind="scenes", size=48, objects=(1, 1), samples=17600, val_samples=1024, workers=0
+            kind="scenes", size=48, objects=(1, 1), samples=14400, val_samples=512, workers=0
         ),
         augment=MaskAugment(
             short=None,
@@ -53,9 +53,9 @@ def segmentation() -> Segmentation:
         # A narrow model bears a high rate, and a short run second moments that forget soon.
         optim=Optim(lr=4e-3, lr_batch=16, min_lr=0, betas=(0.9, 0.98), schedule="linear"),
         batch=16,
-        steps=2000,
+        steps=1800,
         warmup_steps=120,
-        eval_every=1,
+        eval_every=2,
     )
 
 
