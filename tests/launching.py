@@ -1,6 +1,7 @@
 """Commands in two processes, started by torchrun as a user does."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,3 +25,8 @@ def torchrun(
         )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
+
+
+def heed_ctrl_c() -> None:
+    """To be called in a new process: one started by a job in the background would ignore Ctrl-C, as that does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from launching import heed_ctrl_c
 from PIL import Image
 
 import pale
@@ -309,7 +310,11 @@ def test_ctrl_c_is_one_line_and_130(tmp_path):
     people, terminal = pty.openpty()
     command = [sys.executable, "-m", "pale", "data", "check", tmp_path, "--workers", "2"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=terminal, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=heed_ctrl_c,
     ) as process:
         os.close(terminal)
         assert b"reading" in read_until(people, b"reading")  # the bar is there, so it is at work

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import heed_ctrl_c
 from PIL import Image
 from small_weights import TASKS, pixels, weights
 
@@ -293,7 +294,11 @@ class TestCommand:
         words = [photos, "--weights", made["segmentation"], "-o", out, "--device", "cpu"]
         command = [sys.executable, "-m", "pale", "predict", *map(str, words)]
         with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=heed_ctrl_c,
         ) as process:
             lines = out / "predictions.jsonl"
             for _ in range(600):

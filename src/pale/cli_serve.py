@@ -26,8 +26,8 @@ def add_serve(command: Callable[[str, Run, str], Any]) -> None:
         metavar="MODEL",
         help="a run's folder, or a .safetensors file of one; again for another task",
     )
-    serve.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8000, help="0: any free one (default 8000)")
+    serve.add_argument("--host", default="127.0.0.1", help="address")
+    serve.add_argument("--port", type=int, default=8000, help="0: any free one")
     serve.add_argument(
         "--allow-host",
         action="append",
@@ -37,33 +37,21 @@ def add_serve(command: Callable[[str, Run, str], Any]) -> None:
     )
     serve.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     serve.add_argument("--threads", type=int, metavar="N", help="of PyTorch on the CPU")
-    serve.add_argument(
-        "--batch", type=int, default=8, help="pictures through a model together (default 8)"
-    )
+    serve.add_argument("--batch", type=int, default=8, help="pictures through a model together")
     serve.add_argument(
         "--wait-ms",
         type=float,
         default=5,
         metavar="MS",
-        help="how long the first waits for others (default 5)",
+        help="how long the first waits for others",
     )
+    serve.add_argument("--queue", type=int, default=64, help="pictures that may wait for a model")
+    serve.add_argument("--timeout", type=float, default=30, metavar="S", help="for a request")
+    serve.add_argument("--max-upload-mb", type=float, default=20, metavar="MB", help="of a file")
+    serve.add_argument("--max-pixels", type=float, default=50e6, metavar="N", help="of a picture")
+    serve.add_argument("--top", type=int, default=5, help="classifier: how many classes")
     serve.add_argument(
-        "--queue", type=int, default=64, help="pictures that may wait for a model (default 64)"
-    )
-    serve.add_argument(
-        "--timeout", type=float, default=30, metavar="S", help="for a request (default 30)"
-    )
-    serve.add_argument(
-        "--max-upload-mb", type=float, default=20, metavar="MB", help="of a file (default 20)"
-    )
-    serve.add_argument(
-        "--max-pixels", type=float, default=50e6, metavar="N", help="of a picture (default 50e6)"
-    )
-    serve.add_argument(
-        "--top", type=int, default=5, help="classifier: how many classes (default 5)"
-    )
-    serve.add_argument(
-        "--score", type=float, default=0.5, help="detector: least score of an object (default 0.5)"
+        "--score", type=float, default=0.5, help="detector: least score of an object"
     )
     serve.add_argument(
         "--access-log", action="store_true", help="a line for each request, on stdout"

@@ -461,12 +461,13 @@ class TestQueue:
                 answers = [f.result() for f in [pool.submit(post, server, f"{i}") for i in "123"]]
             assert [a.status_code for a in answers] == [504] * 3
             assert "within 0.7 s" in answers[0].json()["error"]
-            assert server.service.predicting["classification"].depth == 0
-            assert server.service.budget.used == 0
+            # An answer may be read before its request has ended in the server's thread.
+            until(lambda: server.service.predicting["classification"].depth == 0)
+            until(lambda: server.service.budget.used == 0)
             gated.gate.set()
             assert post(server, "after").status_code == 200
-        assert len(gated.batches) == 2
-        assert gated.batches[1] == ["after"]
+        assert len(gated.batches) <= 2  # on a busy machine not even the first may have begun
+        assert gated.batches[-1] == ["after"]
 
     def test_a_client_that_goes_away_leaves_nothing_behind(self, gated):
         with running(gated, Limits(batch=1)) as server, ThreadPoolExecutor(1) as pool:
