@@ -3,6 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples every time, so that a change is judged by itself; HYPOTHESIS_PROFILE=default draws new ones.
+settings.register_profile("same", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 # Two xdist workers on two cores: one thread each.
 if "PYTEST_XDIST_WORKER" in os.environ:
