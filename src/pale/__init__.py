@@ -2,7 +2,10 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .predict import Predictor
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,4 +34,12 @@ if TYPE_CHECKING or not _is_command(sys.argv, sys.orig_argv):
     from .export import export
     from .optimize import optimize
     from .pale_transformer import PaleConfig, PaleTransformer, create_model
-    from .predict import Predictor
+
+
+def __getattr__(name: str) -> Any:
+    """`Predictor`, which brings the recipes of all tasks, is imported when it is asked for."""
+    if name == "Predictor":
+        from .predict import Predictor
+
+        return Predictor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

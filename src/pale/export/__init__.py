@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from ..ops.pale_attention.region import check_word
 from .checks import BOUND, OBJECT_BOUND, Check, OnData, Size, check, must_pass, on_data, pictures_in
-from .graphs import graph_of
 from .writers import NOTE, WRITERS, Job, Say, first_line, session
 
 if TYPE_CHECKING:
@@ -89,6 +88,7 @@ def export(
         say: is told what is done.
     """
     from ..loading import load
+    from .graphs import graph_of
 
     target, kind = _target(Path(path)), _format(Path(path), format)
     _require(kind, device, opset)
