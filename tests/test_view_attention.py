@@ -315,7 +315,9 @@ ACT = (Path(__file__).parent / "page_acts.js").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium to open the page in; apt-get install chromium"
+)
 @pytest.mark.parametrize("width", [1200, 500], ids=["wide", "narrow"])
 def test_the_page_works_in_a_browser(width: int, tmp_path: Path) -> None:
     one = seen()

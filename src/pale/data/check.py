@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -43,7 +44,7 @@ class Problem:
 
 
 @dataclass
-class Findings:
+class Findings(ABC):
     """What a check has found, whatever the data."""
 
     problems: list[Problem] = field(default_factory=list)
@@ -58,9 +59,9 @@ class Findings:
         problems = [vars(problem) for problem in self.problems]
         return {"good": self.good, **self.counted(), "problems": problems}
 
+    @abstractmethod
     def counted(self) -> dict[str, Any]:
         """The figures."""
-        raise NotImplementedError
 
 
 @dataclass

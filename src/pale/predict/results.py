@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ INK, PAPER, BAR = (38, 42, 51), (250, 250, 247), (60, 118, 160)
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(ABC):
     """What was said about one picture.
 
     Attributes:
@@ -28,21 +29,21 @@ class Prediction:
     name: str
     picture: Image.Image
 
+    @abstractmethod
     def plain(self) -> dict[str, Any]:
         """As JSON holds it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def words(self) -> str:
         """In one line."""
-        raise NotImplementedError
 
+    @abstractmethod
     def draw(self) -> Image.Image:
         """On the picture."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
         """Lines of a table."""
-        raise NotImplementedError
 
     def _about(self) -> dict[str, Any]:
         return {"picture": self.name, "width": self.picture.width, "height": self.picture.height}
