@@ -19,28 +19,11 @@ def separable_three(
     b_k: Tensor,
     b_v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Three separable convolutions of one map: depthwise by `taps`, (27, c), then linear layers.
-
-    With few tokens one kernel does both, and computes the depthwise half once for each block of results, to save a
-    launch.
-    """
-    weights, biases = (w_q, w_k, w_v), (b_q, b_k, b_v)
+    """Three separable convolutions of one map: depthwise by `taps`, (27, c), then linear layers."""
     q, k, v = (torch.empty_like(x) for _ in range(3))
-    b, h, w, c = x.shape
-    tokens = b * h * w
-    if tokens > op.FEW or op._small(x):
-        maps = x.new_empty((3, *x.shape))
-        op._conv_three(x, taps, maps)
-        op._linear(maps, weights, biases, (q, k, v))
-        return q, k, v
-    block_n = min(64, op._power(c))
-    block_k = next(k for k in (128, 64, 32, 16) if c % k == 0)
-    blocks = {"C": c, "BLOCK_T": 16, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    grid = op._ceil(tokens, 16) * op._ceil(c, block_n), 3
-    tensors = x, taps, *weights, *biases, q, k, v
-    # One step at a time: to have the next one's eighteen loads ready takes more shared memory than there is.
-    options = {"warps": 8 if block_k == 128 else 4, "stages": 1}
-    op._launch("linear_of_conv", grid, *tensors, tokens, h, w, **options, **blocks)
+    maps = x.new_empty((3, *x.shape))
+    op._conv_three(x, taps, maps)
+    op._linear(maps, (w_q, w_k, w_v), (b_q, b_k, b_v), (q, k, v))
     return q, k, v
 
 
@@ -85,10 +68,7 @@ def mlp_residual(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, total: Tensor
         return out
     y = x.new_empty((tokens, hidden))
     op._linear(x, (w_1,), (b_1,), (y,), gelu=True)
-    if tokens <= op.FEW:
-        op._linear(y, (w_2,), (b_1,), (total,), add=True)
-    else:
-        total.view(tokens, c).addmm_(y, w_2.T)
+    total.view(tokens, c).addmm_(y, w_2.T)
     return total
 
 

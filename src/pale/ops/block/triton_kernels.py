@@ -359,13 +359,12 @@ def whole_mlp(
 def linear(
     p_x, p_w0, p_w1, p_w2, p_b0, p_b1, p_b2, p_y0, p_y1, p_y2, p_a, p_scale, tokens, per_image,
     C: tl.constexpr, N: tl.constexpr,
-    ADD: tl.constexpr, GELU: tl.constexpr, BOTH: tl.constexpr, SCALE: tl.constexpr, QUICK: tl.constexpr,
+    GELU: tl.constexpr, BOTH: tl.constexpr, SCALE: tl.constexpr, QUICK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The product x W^T + b, or its GELU, or both; on a grid of three planes, three of them, of (3, tokens, c).
 
-    Where both are stored, the GELU goes into `a`, times one number for each image. With ADD the product is added to
-    what is in `y`, without a bias. BLOCK_K divides c.
+    Where both are stored, the GELU goes into `a`, times one number for each image. BLOCK_K divides c.
     """
     begin()
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -382,6 +381,7 @@ def linear(
     p_y = choose(z, p_y0, p_y1, p_y2)
     p_xt = p_x + o_t[:, None] * C + o_k[None, :]
     p_wt = p_w + o_n[None, :] * C + o_k[:, None]
+    b_b = tl.load(p_b + o_n[None, :], mask=m_n[None, :], other=0.0).to(tl.float32)
     b_acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     for k in tl.range(0, C, BLOCK_K):
         b_x = tl.load(p_xt + k, mask=m_t[:, None], other=0.0)
@@ -389,10 +389,7 @@ def linear(
         b_acc = tl.dot(b_x, b_w, b_acc, input_precision="ieee")
     m_y = m_t[:, None] & m_n[None, :]
     o_y = o_t[:, None] * N + o_n[None, :]
-    if ADD:
-        b_acc += tl.load(p_y + o_y, mask=m_y, other=0.0).to(tl.float32)
-    else:
-        b_acc += tl.load(p_b + o_n[None, :], mask=m_n[None, :], other=0.0).to(tl.float32)
+    b_acc += b_b
     if GELU:
         b_acc = gelu_for(b_acc, QUICK)
     b_y = b_acc.to(p_y.dtype.element_ty)
@@ -402,63 +399,6 @@ def linear(
         if SCALE:
             b_a *= load_scale(p_scale, o_t, m_t, per_image)
         tl.store(p_a + o_y, b_a.to(p_a.dtype.element_ty), mask=m_y)
-
-
-@triton.jit
-def stay(b_x):
-    """The same numbers; what they are made of is computed where it was loaded.
-
-    Else the compiler would move every operand to where a matrix product wants the result, each through shared memory.
-    """
-    if PTX:
-        b_x = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=False, pack=1
-        )
-    return b_x
-
-
-@triton.jit(do_not_specialize=["tokens", "h", "w"])
-def linear_of_conv(
-    p_x, p_t, p_w0, p_w1, p_w2, p_b0, p_b1, p_b2, p_y0, p_y1, p_y2, tokens, h, w,
-    C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Three products conv(x) W^T + b, one for each plane of the grid; taps are (3, 9, c), BLOCK_K divides c.
-
-    Every program convolves its tokens anew, as wide as its step through the channels; the result is rounded as a map in
-    memory would be.
-    """
-    begin()
-    n_n: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
-    pid = tl.program_id(0)
-    z = tl.program_id(1)
-    o_t = pid // n_n * BLOCK_T + tl.arange(0, BLOCK_T)
-    o_n = pid % n_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_t = o_t < tokens
-    m_n = o_n < C
-    i = o_t // w % h
-    j = o_t % w
-    o_k = tl.arange(0, BLOCK_K)
-    p_w = choose(z, p_w0, p_w1, p_w2)
-    p_b = choose(z, p_b0, p_b1, p_b2)
-    p_y = choose(z, p_y0, p_y1, p_y2)
-    p_xt = p_x + o_t[:, None] * C + o_k[None, :]
-    # A tap for every token, so that it lies where the map does and nothing has to move between threads.
-    p_tt = p_t + z * (9 * C) + tl.zeros_like(o_t)[:, None] + o_k[None, :]
-    p_wt = p_w + o_n[None, :] * C + o_k[:, None]
-    b_acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    for k in tl.range(0, C, BLOCK_K):
-        b_w = tl.load(p_wt + k, mask=m_n[None, :], other=0.0)
-        b_a = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-        for tap in tl.static_range(9):
-            row, column = i + (tap // 3 - 1), j + (tap % 3 - 1)
-            m_x = m_t & (row >= 0) & (row < h) & (column >= 0) & (column < w)
-            p_n = p_xt + ((tap // 3 - 1) * w + (tap % 3 - 1)) * C + k
-            b_x = tl.load(p_n, mask=m_x[:, None], other=0.0).to(tl.float32)
-            b_a += b_x * tl.load(p_tt + tap * C + k)
-        b_acc = tl.dot(stay(b_a).to(b_w.dtype), b_w, b_acc, input_precision="ieee")
-    b_acc += tl.load(p_b + o_n[None, :], mask=m_n[None, :], other=0.0).to(tl.float32)
-    p = p_y + o_t.to(tl.int64)[:, None] * C + o_n[None, :]
-    tl.store(p, b_acc.to(p_y.dtype.element_ty), mask=m_t[:, None] & m_n[None, :])
 
 
 @triton.jit(do_not_specialize=["h", "w", "rows", "columns", "x_b", "x_c", "x_h", "x_w"])

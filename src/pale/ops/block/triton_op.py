@@ -334,19 +334,16 @@ def _linear(
     gelu: bool = False,
     both: Tensor | None = None,
     scale: Tensor | None = None,
-    add: bool = False,
 ) -> None:
-    """Linear layers of equal size, one of (..., c) or three of (3, ..., c); `both` takes the scaled GELU of one.
-
-    With `add` the product is added to `out`, and `biases` are not read.
-    """
+    """Linear layers of equal size, one of (..., c) or three of (3, ..., c); `both` takes the scaled GELU of one."""
     n, c = weights[0].shape
     tokens = out[0].numel() // n
+    few = tokens <= FEW and not _small(x)
     block_t, block_n, block_k, warps = (64, 64, 32, 4) if _small(x) else (128, 128, 64, 8)
     if both is not None:
         block_t = 64
-    if tokens <= FEW and not _small(x):
-        block_t, block_n, block_k, warps = (16, 32, 256, 4) if add else (32, 64, 128, 4)
+    if few:
+        block_t, block_n, block_k, warps = 64, 64, 64, 4
     block_n = min(block_n, _power(n))
     block_k = next(k for k in (block_k, 128, 64, 32, 16) if k <= block_k and c % k == 0)
     blocks = {"BLOCK_T": block_t, "BLOCK_N": block_n, "BLOCK_K": block_k}
@@ -354,11 +351,11 @@ def _linear(
     three = [(y * 3)[:3] for y in (weights, biases, out)]
     optional = x if both is None else both, x if scale is None else scale
     tensors = x, *three[0], *three[1], *three[2], *optional
-    given = {"ADD": add, "GELU": gelu, "BOTH": both is not None, "SCALE": scale is not None}
+    given = {"GELU": gelu, "BOTH": both is not None, "SCALE": scale is not None}
     given["QUICK"] = x.dtype != torch.float32
-    _launch(
-        "linear", grid, *tensors, tokens, _per_image(x), C=c, N=n, warps=warps, **given, **blocks
-    )
+    options = {"warps": warps, "stages": 4 if few else 3}
+    numbers = tokens, _per_image(x)
+    _launch("linear", grid, *tensors, *numbers, C=c, N=n, **options, **given, **blocks)
 
 
 @define(
