@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from launching import heed_ctrl_c
 from PIL import Image
 
@@ -351,3 +352,24 @@ def test_a_reader_that_has_enough_is_no_error(capsys, monkeypatch, words):
         monkeypatch.setattr("sys.stdout", stdout)
         assert main(words) == 141
     assert capsys.readouterr().err == ""
+
+
+def test_a_library_that_gives_up_shows_where_and_memory_has_a_way_out(capsys, monkeypatch):
+    monkeypatch.setattr("pale.cli._config", lambda _: torch.zeros(2) @ torch.zeros(3))
+    code, _, err = run(capsys, "info", "pale_nano")
+    assert code == 1
+    assert "Traceback" in err and err.splitlines()[-1].startswith("pale: inconsistent tensor size")
+
+    def full(_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("pale.cli._config", full)
+    code, _, err = run(capsys, "info", "pale_nano")
+    assert code == 1
+    assert "pale: CUDA out of memory.\nTake less at once (--batch;" in err
+
+
+def test_an_error_of_ours_is_one_line(capsys, tmp_path):
+    code, _, err = run(capsys, "predict", tmp_path / "none.jpg", "--weights", "no_such_weights")
+    assert code == 1
+    assert err.startswith("pale: ") and "Traceback" not in err

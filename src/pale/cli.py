@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ from .cli_say import console
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+NO_MEMORY = (
+    "\nTake less at once (--batch; in training also --accumulate 2, or --model.checkpointing true), smaller images, "
+    "or a smaller model."
+)
 MODELS = "pale_nano, pale_tiny, pale_small, pale_base"
 BENCHES = ("models", "op", "data")
 EPILOG = """examples:
@@ -58,8 +63,17 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (ValueError, TypeError, OSError, RuntimeError) as error:
-        sys.stderr.write(f"pale: {error}\n")
+        if isinstance(error, RuntimeError) and not _ours(error):
+            traceback.print_exc()  # a library gave up: where it did is all there is to go on
+        way_out = NO_MEMORY if type(error).__name__ == "OutOfMemoryError" else ""
+        sys.stderr.write(f"pale: {error}{way_out}\n")
         return 1
+
+
+def _ours(error: BaseException) -> bool:
+    """Whether it was raised in this package, with a message that says all."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return Path(frames[-1][0].f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
