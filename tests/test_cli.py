@@ -358,7 +358,8 @@ def test_a_library_that_gives_up_shows_where_and_memory_has_a_way_out(capsys, mo
     monkeypatch.setattr("pale.cli._config", lambda _: torch.zeros(2) @ torch.zeros(3))
     code, _, err = run(capsys, "info", "pale_nano")
     assert code == 1
-    assert "Traceback" in err and err.splitlines()[-1].startswith("pale: inconsistent tensor size")
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("pale: inconsistent tensor size")
 
     def full(_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -372,4 +373,5 @@ def test_a_library_that_gives_up_shows_where_and_memory_has_a_way_out(capsys, mo
 def test_an_error_of_ours_is_one_line(capsys, tmp_path):
     code, _, err = run(capsys, "predict", tmp_path / "none.jpg", "--weights", "no_such_weights")
     assert code == 1
-    assert err.startswith("pale: ") and "Traceback" not in err
+    assert err.startswith("pale: ")
+    assert "Traceback" not in err
