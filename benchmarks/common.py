@@ -170,7 +170,8 @@ def made(
             try:
                 row = future.result()
             except (subprocess.CalledProcessError, StoppedError) as error:
-                say(f"{name(item)} failed: {error}")
+                code = getattr(error, "returncode", None)
+                say(f"{name(item)} failed: {error if code is None else f'exit code {code}'}")
                 failed.append(item)
                 continue
             if row is not None:
