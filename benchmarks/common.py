@@ -1,11 +1,19 @@
-"""What the scripts here share: runs that are made once, and what is read from them."""
+"""What the scripts here share: runs that are made once, several at a time, and what is read from them."""
 
 import argparse
 import json
+import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image, ImageDraw
@@ -15,31 +23,191 @@ from pale.train.environment import environment
 from pale.train.log import read
 
 COLOURS = ["#0a7", "#c50", "#37c", "#a3a", "#888", "#970", "#0aa", "#c07", "#000"]
+SIGNALLED = {130, 143, -2, -15}  # left by Ctrl-C or SIGTERM, saved or not
+
+_stop = threading.Event()  # the script is leaving: nothing begins, what runs is terminated
+_locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+_guard = threading.Lock()
 
 
-def pale(*words: object) -> None:
-    print("+ pale", *words, flush=True)
-    subprocess.run([sys.executable, "-m", "pale", *map(str, words)], check=True)
+class StoppedError(Exception):
+    """A run was stopped and has saved, or was not begun."""
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """The options that all scripts with a plan of runs have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--workers", type=int, default=14, help="of each run, to read data")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this")
+    add_jobs(parser)
+    return parser
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """The option for several runs at once."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or not int(text):
+            raise argparse.ArgumentTypeError(f"a number of runs from 1, got {text}")
+        return int(text)
+
+    told = "runs at once; from 2 on each one's output goes to RUN.txt, and speeds are not reported"
+    parser.add_argument("--jobs", type=count, default=1, metavar="N", help=told)
+
+
+def pale(
+    *words: object, run: Path | None = None, jobs: int = 1, deadline: float = float("inf")
+) -> None:
+    """Run a command of pale's; beside others its output goes to a file beside the run."""
+    if _stop.is_set():
+        raise StoppedError("not begun")
+    command = [sys.executable, "-m", "pale", *map(str, words)]
+    if run is None or jobs == 1:
+        print("+ pale", *words, flush=True)
+        code = waited(subprocess.Popen(command), deadline)
+    else:
+        log, began = output(run), time.monotonic()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        say(f"{run.name}: {words[0]} begins, output in {log}")
+        with log.open("a") as file:
+            print(f"+ {jobs} at once: pale", *words, file=file, flush=True)
+            child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+            how = "is stopped"
+            try:
+                code = waited(child, deadline)
+                how = f"fails with exit code {code}" if code else "ends"
+            finally:
+                seconds = time.monotonic() - began
+                say(f"{run.name}: {words[0]} {how} after {seconds:.0f} s")
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+
+
+def waited(child: subprocess.Popen, deadline: float) -> int:
+    """A child's exit code; at the deadline, or when the script is left, it is terminated, and saves."""
+    try:
+        while child.poll() is None and time.monotonic() < deadline:
+            if _stop.wait(0.1):
+                break
+        # Ctrl-C reaches a child too, and perhaps it was the first to leave.
+        if child.poll() is None or child.returncode in SIGNALLED:
+            raise StoppedError("stopped; run it again to go on")
+        return child.returncode
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
+
+
+def say(text: str) -> None:
+    """A line, whole, whatever other threads say."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def output(run: Path) -> Path:
+    """Where the output of a run beside others goes."""
+    return run.with_name(f"{run.name}.txt")
+
+
+def jobs_of(run: Path) -> int:
+    """How many runs were made at once when this one was, at most."""
+    if not output(run).is_file():
+        return 1
+    found = re.findall(r"^\+ (\d+) at once: pale train", output(run).read_text(), re.MULTILINE)
+    return max(map(int, found), default=1)
+
+
+@contextmanager
+def pool(jobs: int) -> Iterator[Executor]:
+    """Threads that wait for children; where this is left by an error or a signal, none begins and all are stopped."""
+    with ThreadPoolExecutor(jobs) as executor:
+        try:
+            yield executor
+        except BaseException:
+            _stop.set()
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def stoppable() -> None:
+    """SIGTERM ends the script as Ctrl-C does, and its runs with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+
+
+def made(
+    args: argparse.Namespace,
+    plan: Sequence[tuple],
+    make: Callable[..., dict],
+    report: Callable[[list[dict]], str],
+) -> None:
+    """Make the row of every item of a plan, `args.jobs` at once; none is begun after `args.minutes`.
+
+    Whenever one is done, `report` gets those so far in the order of the plan; what it returns last is printed. Where
+    one fails the others go on, and the script ends with the names of those that failed.
+    """
+    deadline = time.monotonic() + 60 * args.minutes
+    rows: dict[tuple, dict] = {}
+    failed, table = [], ""
+    args.out.mkdir(parents=True, exist_ok=True)
+    stoppable()
+
+    def name(item: tuple) -> str:
+        return " ".join(map(str, item))
+
+    def one(item: tuple) -> dict | None:
+        if time.monotonic() > deadline:
+            say(f"time is up before {name(item)}")
+            return None
+        return make(args, *item)
+
+    with pool(args.jobs) as executor:
+        futures = {executor.submit(one, item): item for item in plan}
+        for future in as_completed(futures):
+            item = futures[future]
+            try:
+                row = future.result()
+            except (subprocess.CalledProcessError, StoppedError) as error:
+                code = getattr(error, "returncode", None)
+                say(f"{name(item)} failed: {error if code is None else f'exit code {code}'}")
+                failed.append(item)
+                continue
+            if row is not None:
+                rows[item] = row
+                table = report([rows[i] for i in plan if i in rows])
+    print(table)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(name(item) for item in plan if item in failed)}")
 
 
 def done(run: Path) -> bool:
     return any(event["event"] == "end" for event in read(run / "log.jsonl"))
 
 
-def trained(run: Path, *words: object) -> Path:
-    """Train, or go on, or leave as it is."""
-    if done(run):
-        return run
-    if list((run / "checkpoints").glob("step_*")):
-        pale("train", "--resume", run)
-    else:
-        shutil.rmtree(run, ignore_errors=True)
-        pale("train", *words, "--output", run)
+def alone(run: Path) -> threading.Lock:
+    """Who holds this is the only one to make the run."""
+    with _guard:
+        return _locks[run.resolve()]
+
+
+def trained(run: Path, *words: object, jobs: int = 1) -> Path:
+    """Train, or go on, or leave as it is; who asks for the same run meanwhile waits for it."""
+    with alone(run):
+        if done(run):
+            return run
+        if list((run / "checkpoints").glob("step_*")):
+            pale("train", "--resume", run, run=run, jobs=jobs)
+        else:
+            shutil.rmtree(run, ignore_errors=True)
+            output(run).unlink(missing_ok=True)
+            pale("train", *words, "--output", run, run=run, jobs=jobs)
     return run
 
 
 def summary(run: Path) -> dict:
-    """The last evaluation, and how the run went."""
+    """The last evaluation, and how the run went; beside others, speeds say little."""
     events = read(run / "log.jsonl")
     start, steps, evals = (
         [e for e in events if e["event"] == k] for k in ("start", "step", "eval")
@@ -49,6 +217,7 @@ def summary(run: Path) -> dict:
         "val": evals[-1],
         "device": start[-1]["device"],
         "steps": steps[-1]["step"],
+        "jobs": jobs_of(run),
         "images_per_s": statistics.median(e["images_per_s"] for e in steps[len(steps) // 2 :]),
         "data_wait": statistics.median(e["data_wait"] for e in steps[len(steps) // 2 :]),
         "memory_mb": steps[-1]["memory_mb"],
@@ -73,6 +242,35 @@ def about(args: argparse.Namespace) -> dict:
 def mean(values: list[float]) -> str:
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.2f}{spread}"
+
+
+def speeds(rows: list[dict]) -> list[dict]:
+    """Those that had the machine to themselves; rows of before there were jobs had it."""
+    return [row for row in rows if row.get("jobs", 1) == 1]
+
+
+def strips(lines: list[tuple[str, list[tuple[Image.Image | None, str]]]], path: Path) -> None:
+    """Lines of pictures under each other: each line has a title, each picture a caption."""
+    if not lines:
+        return
+    wide, high = 170, 150
+    columns = max(len(pictures) for _, pictures in lines)
+    canvas = Image.new("RGB", (wide * max(columns, 1), high * len(lines)), "white")
+    pen = ImageDraw.Draw(canvas)
+    for i, (title, pictures) in enumerate(lines):
+        pen.text((4, high * i + 2), title, fill="black")
+        for k, (picture, caption) in enumerate(pictures):
+            if picture is not None:
+                picture.thumbnail((wide - 6, high - 38))
+                canvas.paste(picture, (wide * k, high * i + 18))
+            pen.text((wide * k + 4, high * i + high - 16), caption, fill="black")
+    canvas.save(path)
+
+
+def ends(entries: list, columns: int = 6) -> list:
+    """The first and the last of a gallery: the best and the worst."""
+    half = columns // 2
+    return entries if len(entries) <= columns else entries[:half] + entries[-half:]
 
 
 def curves(out: Path, rows: list[dict], path: Path) -> None:

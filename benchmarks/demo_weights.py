@@ -1,6 +1,7 @@
 """Make the weights that come with the package: three tasks on pet photos, beside a timm model of the same size.
 
     python benchmarks/demo_weights.py DATA OUT                         # ours, packed, with cards; then the peers
+    python benchmarks/demo_weights.py DATA OUT --jobs 4 --workers 4    # on a large GPU, four runs at once
     python benchmarks/demo_weights.py DATA OUT --minutes 9             # in pieces: run it again to go on
     python benchmarks/demo_weights.py DATA OUT --hold-out 0.1 --only classify --classify '--optim.lr 2e-3'   # to choose
     python benchmarks/demo_weights.py DATA OUT --toy --peers ''        # a few steps on a CPU, to try the script
@@ -20,17 +21,29 @@ import hashlib
 import json
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
-import sys
 import textwrap
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import about, done, mean, summary
+from common import (
+    StoppedError,
+    about,
+    add_jobs,
+    alone,
+    done,
+    mean,
+    output,
+    pale,
+    pool,
+    speeds,
+    stoppable,
+    summary,
+)
 
 from pale import weights as weight_files
 from pale import zoo
@@ -87,42 +100,45 @@ PLANS = {
 }
 
 
-class TimeUpError(Exception):
-    """A run was stopped and saved, or not begun."""
-
-
 def train(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
     """Train, go on, or leave as it is; whether steps were recorded as CUDA graphs."""
+    with alone(run):
+        return train_alone(args, run, words)
+
+
+def train_alone(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
     eager = run.with_name(f"{run.name}.eager")
     graph = get(str(words[0])).cuda_graph and "--cuda_graph" not in words and not eager.exists()
     if done(run):
         return graph and torch.cuda.is_available()
-    if time.monotonic() > args.deadline - 20:
-        raise TimeUpError
+    if run in args.failed:
+        raise RuntimeError(args.failed[run])
+    if late(args):
+        raise StoppedError
     if list((run / "checkpoints").glob("step_*")):
         command = ["train", "--resume", run]
     else:
         shutil.rmtree(run, ignore_errors=True)
+        output(run).unlink(missing_ok=True)
         plain = ["--cuda_graph", "false"] if eager.exists() else []
         command = ["train", *words, *plain, "--output", run]
-    print("+ pale", *command, flush=True)
-    child = subprocess.Popen([sys.executable, "-m", "pale", *map(str, command)])
     try:
-        code = child.wait(max(args.deadline - time.monotonic(), 1))
-    except subprocess.TimeoutExpired:
-        raise TimeUpError from None
-    finally:
-        if child.poll() is None:
-            child.terminate()  # it saves
-            child.wait()
-    if code == 0:
-        return graph and torch.cuda.is_available()
-    if graph and torch.cuda.is_available():
-        print(f"{run.name} failed; perhaps its step cannot be recorded: again without", flush=True)
-        eager.touch()
-        shutil.rmtree(run, ignore_errors=True)
-        return train(args, run, words)
-    raise RuntimeError(f"{run} failed with exit code {code}")
+        pale(*command, run=run, jobs=args.jobs, deadline=args.deadline)
+    except subprocess.CalledProcessError as error:
+        if graph and torch.cuda.is_available():
+            told = "failed; perhaps its step cannot be recorded: again without"
+            print(f"{run.name} {told}", flush=True)
+            eager.touch()
+            shutil.rmtree(run, ignore_errors=True)
+            return train_alone(args, run, words)
+        args.failed[run] = f"{run} failed with exit code {error.returncode}"
+        raise RuntimeError(args.failed[run]) from None
+    return graph and torch.cuda.is_available()
+
+
+def late(args: argparse.Namespace) -> bool:
+    """Whether it is too late to begin anything."""
+    return time.monotonic() > args.deadline - 20
 
 
 def settings(args: argparse.Namespace, task: str) -> list[str]:
@@ -154,33 +170,78 @@ def trained(args: argparse.Namespace, task: str, model: str, seed: int) -> tuple
 
 def classifier(args: argparse.Namespace, model: str, seed: int) -> Path:
     """What segmenter and detector start from: ours is the packed file, as its users have it."""
-    if model == OURS and seed == 0 and not args.hold_out:
+    if packs(args, model, seed):
         row(args, "classify", model, seed)
         return args.out / f"{PLANS['classify'].name}.safetensors"
     return trained(args, "classify", model, seed)[0]
 
 
+def packs(args: argparse.Namespace, model: str, seed: int) -> bool:
+    """Whether a run's weights come with the package."""
+    return model == OURS and seed == 0 and not args.hold_out
+
+
+def identity(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
+    """What tells a row from others."""
+    said = {"task": task, "model": model, "seed": seed, "key": key(args, task)}
+    return said | {"settings": settings(args, task), "scratch": args.scratch or task == "classify"}
+
+
+def known(args: argparse.Namespace, task: str, model: str, seed: int) -> dict | None:
+    """The row of an earlier call with the same settings; not where its file is missing."""
+    said = identity(args, task, model, seed)
+    if packs(args, model, seed) and not zoo.find(PLANS[task].name, args.out):
+        return None
+    return next((r for r in args.rows if all(r.get(k) == v for k, v in said.items())), None)
+
+
 def row(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
     """A run's figures; those of an earlier call with the same settings stand."""
-    said = {"task": task, "model": model, "seed": seed, "key": key(args, task)}
-    said |= {"settings": settings(args, task), "scratch": args.scratch or task == "classify"}
-    packs = model == OURS and seed == 0 and not args.hold_out
-    for known in args.rows:
-        if all(known.get(k) == v for k, v in said.items()):
-            if not packs or zoo.find(PLANS[task].name, args.out):
-                return known
-            args.rows.remove(known)
-            break
+    if earlier := known(args, task, model, seed):
+        return earlier
+    said = identity(args, task, model, seed)
     run, graph = trained(args, task, model, seed)
+    if packs(args, model, seed) and late(args):  # measuring takes its time too
+        raise StoppedError
+    args.rows[:] = [r for r in args.rows if any(r.get(k) != v for k, v in said.items())]
     if not args.hold_out:  # what other settings gave does not belong into a card
         args.rows[:] = [r for r in args.rows if r["task"] != task or r["key"] == said["key"]]
     found = said | summary(run) | {"cuda_graph": graph, "params": parameters(run)}
     print(f"{task}, {model}, seed {seed}: {figures(PLANS[task], found['val'])}", flush=True)
     args.rows.append(found)
-    if packs:
+    if packs(args, model, seed):
         publish(args, task, run, found)
     write(args)
     return found
+
+
+def ahead(args: argparse.Namespace, plan: list[tuple[str, str, int]]) -> None:
+    """Train all of a plan, several at once: classifiers first, as the others start from them.
+
+    Rows are not made here, but for the packed classifier that our segmenter and detector start from; what fails, or
+    is stopped, is told by who makes them.
+    """
+    plan = [item for item in plan if known(args, *item) is None]
+    first = [item for item in plan if item[0] == "classify"]
+    rest = [item for item in plan if item[0] != "classify"]
+    if not args.scratch:  # those that the rest starts from, asked for or not
+        before = [("classify", model, seed) for _, model, seed in rest]
+        before = [item for item in before if not packs(args, *item[1:]) or not known(args, *item)]
+        first = list(dict.fromkeys(first + before))
+    at_once(args, first)
+    if not args.scratch and any(packs(args, model, seed) for _, model, seed in rest):
+        try:
+            row(args, "classify", OURS, 0)
+        except (StoppedError, RuntimeError):
+            rest = [item for item in rest if not packs(args, *item[1:])]
+    at_once(args, rest)
+
+
+def at_once(args: argparse.Namespace, plan: list[tuple[str, str, int]]) -> None:
+    with pool(args.jobs) as executor:
+        for future in [executor.submit(trained, args, *item) for item in plan]:
+            with suppress(StoppedError, RuntimeError):
+                future.result()
 
 
 def parameters(run: Path) -> int:
@@ -256,12 +317,13 @@ def table(args: argparse.Namespace, task: str) -> str:
     for model, key_ in dict.fromkeys((r["model"], r["key"]) for r in rows):
         mine = [r for r in rows if (r["model"], r["key"]) == (model, key_)]
         cells = [mean([r["val"][key] for r in mine]) for key in plan.columns]
-        speed = statistics.median(r["images_per_s"] for r in mine)
+        quiet = [r["images_per_s"] for r in speeds(mine)]
+        cells.append(f"{statistics.median(quiet):.0f}" if quiet else "-")
         label = f"**{model}** (ours)" if model == OURS else model
         if args.hold_out:
             label += f" {shlex.join(mine[0]['settings'])}"
         size = f"{mine[0]['params'] / 1e6:.2f}"
-        lines.append(f"| {label} | {size} | {len(mine)} | {' | '.join(cells)} | {speed:.0f} |")
+        lines.append(f"| {label} | {size} | {len(mine)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -319,6 +381,11 @@ def card(args: argparse.Namespace, task: str) -> str:
         if peers
         else "No peer has been trained yet; ours at the end of training (before packing):"
     )
+    speed = (
+        f"{ours['images_per_s']:.0f} photos a second"
+        if speeds([ours])
+        else f"{ours['jobs']} runs at once"
+    )
     commit = f", commit {facts['commit']}" if facts["commit"] else ""
     count = ours["packed"]["images"]
     kind = {"classify": "image-classification", "segment": "image-segmentation"}
@@ -371,7 +438,7 @@ With {count:.0f} photos the standard error of an accuracy is up to {50 / count**
 {paragraph(made, "- ")}
 - Again: `{entry.command}`, then `pale weights pack RUN -o {entry.file}`.
 - On {facts["device"]}, torch {facts["torch"]}, timm {facts["timm"]}, pale {facts["pale"]}{commit}:
-  {ours["images_per_s"]:.0f} photos a second.
+  {speed}.
 - Stored as int8 with a scale for each output channel; norms and biases float32, depthwise kernels float16.
 - sha256 `{entry.sha256}`
 
@@ -424,12 +491,13 @@ def main() -> None:
     for task in PLANS:
         parser.add_argument(f"--{task}", default="", metavar="SETTINGS", help="'--epochs 100'")
     parser.add_argument("--scratch", action="store_true", help="no backbone of the classifier")
-    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--workers", type=int, default=14, help="of each run, to read data")
+    add_jobs(parser)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop and save after this")
     parser.add_argument("--commit", help="where there is no history to ask")
     parser.add_argument("--toy", action="store_true", help="a few steps, to try the script")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and the run with it
+    stoppable()
     if unknown := sorted(set(args.only) - set(PLANS)):
         parser.error(f"--only takes {', '.join(PLANS)}, got {unknown[0]}")
     args.about = about(args)
@@ -442,6 +510,7 @@ def main() -> None:
     args.deadline = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     earlier = args.out / "demo_weights.json"
+    args.failed = {}
     args.rows = json.loads(earlier.read_text())["rows"] if earlier.is_file() else []
     # Ours whole before the peers, peers before further seeds: when time runs out, the least is missing.
     plan = [
@@ -452,12 +521,14 @@ def main() -> None:
         for task in PLANS
         if task in args.only
     ]
+    if args.jobs > 1:
+        ahead(args, plan)
     failed = []
     for task, model, seed in plan:
         try:
             row(args, task, model, seed)
-        except TimeUpError:
-            print(f"time is up at {task}, {model}, seed {seed}: run it again to go on", flush=True)
+        except StoppedError:
+            print(f"stopped at {task}, {model}, seed {seed}: run it again to go on", flush=True)
             break
         except RuntimeError as error:  # the others may still do
             print(error, flush=True)

@@ -14,12 +14,11 @@ white alone: pictures of the data sets must not be passed on).
 import argparse
 import json
 import shlex
-import time
 from pathlib import Path
 
 import numpy as np
-from common import curves, mean, summary, trained, write
-from PIL import Image, ImageDraw
+from common import arguments, curves, ends, made, mean, strips, summary, trained, write
+from PIL import Image
 
 from pale.data import rle
 from pale.tasks.detection import overlay
@@ -35,7 +34,7 @@ def detect(args: argparse.Namespace, task: str, label: str, seed: int) -> dict:
     words = [TASKS[task], "--data.root", args.data / ROOTS[task], "--seed", seed]
     words += ["--model.name", MODELS[label], "--data.workers", args.workers]
     words += shlex.split(args.settings if task == "pets" else args.overfit_settings)
-    run = trained(args.out / f"{task}_{label}_{seed}", *words)
+    run = trained(args.out / f"{task}_{label}_{seed}", *words, jobs=args.jobs)
     return {"task": task, "model": label, "seed": seed} | summary(run)
 
 
@@ -55,50 +54,36 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def predictions(args: argparse.Namespace, rows: list[dict], path: Path, columns: int = 6) -> None:
+def predictions(args: argparse.Namespace, rows: list[dict], path: Path) -> None:
     """What each model's first seed finds in its best and worst pets, without the pictures."""
-    strips = []
+    lines = []
     for row in (r for r in rows if r["task"] == "pets" and r["seed"] == 0):
         details = json.loads((args.out / row["run"] / "evaluation.json").read_text())
-        entries = details["gallery"]
-        strip = Image.new("RGB", (170 * columns, 150), "white")
-        pen = ImageDraw.Draw(strip)
-        pen.text((4, 2), f"{row['model']}: best and worst pets", fill="black")
-        for i, entry in enumerate(entries[: columns // 2] + entries[-(columns // 2) :]):
-            found = entry["detections"]
-            if found:
-                h, w = rle.draw(
-                    found[0]["segmentation"], tuple(found[0]["segmentation"]["size"])
-                ).shape
-                blank = Image.fromarray(np.full((h, w, 3), 235, np.uint8))
-                image = overlay(blank, found, details["classes"], [1, 2])
-                image.thumbnail((164, 112))
-                strip.paste(image, (170 * i, 18))
-            pen.text((170 * i + 4, 134), f"F1 {entry['f1']:.0f}", fill="black")
-        strips.append(strip)
-    if strips:
-        canvas = Image.new("RGB", (strips[0].width, sum(s.height for s in strips)), "white")
-        for i, strip in enumerate(strips):
-            canvas.paste(strip, (0, i * strip.height))
-        canvas.save(path)
+        pictures = [
+            (shapes(e["detections"], details["classes"]), f"F1 {e['f1']:.0f}")
+            for e in ends(details["gallery"])
+        ]
+        lines.append((f"{row['model']}: best and worst pets", pictures))
+    strips(lines, path)
+
+
+def shapes(found: list[dict], classes: list[str]) -> Image.Image | None:
+    """What was found on grey, if anything was."""
+    if not found:
+        return None
+    mask = found[0]["segmentation"]
+    h, w = rle.draw(mask, tuple(mask["size"])).shape
+    return overlay(Image.fromarray(np.full((h, w, 3), 235, np.uint8)), found, classes, [1, 2])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = arguments(__doc__)
     parser.add_argument("--only", choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3, help="of ours, on pets")
     parser.add_argument("--peer-seeds", type=int, default=1)
     parser.add_argument("--settings", default="", help="of the pets' runs: '--epochs 10'")
     parser.add_argument("--overfit-settings", default="", help="of the overfitted run")
-    parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this")
     args = parser.parse_args()
-    began, rows = time.monotonic(), []
-    args.out.mkdir(parents=True, exist_ok=True)
     seeds = {"pale_t": args.seeds, "swin_t": args.peer_seeds}
     # Peers before further seeds: when time runs out, seeds are what is missing.
     plan = [("overfit", "pale_t", 0)] if args.only in (None, "overfit") else []
@@ -109,15 +94,14 @@ def main() -> None:
             for label in MODELS
             if seed < seeds[label]
         ]
-    for task, label, seed in plan:
-        if time.monotonic() - began > 60 * args.minutes:
-            print(f"time is up before {task} {label} {seed}", flush=True)
-            break
-        rows.append(detect(args, task, label, seed))
-        write(args.out, "detection", args, rows, table(rows))
+
+    def report(rows: list[dict]) -> str:
+        write(args.out, "detection", args, rows, text := table(rows))
         curves(args.out, rows, args.out / "curves.png")
         predictions(args, rows, args.out / "predictions.png")
-    print(table(rows))
+        return text
+
+    made(args, plan, detect, report)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ import argparse
 import json
 import math
 import statistics
-from pathlib import Path
 
-from common import curves, losses, summary, trained, write
+from common import arguments, curves, losses, made, summary, trained, write
 
 BACKENDS = ("reference", "sdpa", "triton", "auto")
 MODES = {
@@ -22,55 +21,58 @@ MODES = {
 }
 
 
+def learn(args: argparse.Namespace, backend: str, mode: str) -> dict:
+    run = trained(
+        args.out / f"{backend}_{mode}",
+        "small_data.pale_t",
+        "--data.root", args.data / "tiny-imagenet-50",
+        "--model.name", args.model,
+        "--model.options", json.dumps({"backend": backend}),
+        "--model.drop_path", 0,
+        "--augment.auto", "null",
+        "--augment.erase", 0,
+        "--mix.mixup", 0, "--mix.cutmix", 0, "--mix.smoothing", 0,
+        "--data.size", args.size,
+        "--batch", args.batch,
+        "--optim.lr_batch", args.batch,
+        "--steps", args.steps, "--warmup_steps", args.steps // 10,
+        "--eval_every", 1000, "--log_every", 1,
+        "--data.workers", args.workers,
+        *MODES[mode],
+        jobs=args.jobs,
+    )  # fmt: skip
+    last = [loss for _, loss in losses(run)][-args.steps // 10 :]
+    row = {"task": "tiny-imagenet-50", "model": f"{backend}, {mode}"} | summary(run)
+    return row | {"loss": statistics.mean(last)}
+
+
+def table(rows: list[dict]) -> str:
+    least = min(r["loss"] for r in rows)
+    lines = [f"Chance is {math.log(50):.3f}.", "", "| | loss | over the least | top-1 |"]
+    lines += ["| --- | --- | --- | --- |"]
+    lines += [
+        f"| {r['model']} | {r['loss']:.3f} | {r['loss'] / least - 1:.1%} | {r['val']['top1']:.1f} |"
+        for r in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = arguments(__doc__)
     parser.add_argument("--backend", nargs="+", default=BACKENDS, choices=BACKENDS)
     parser.add_argument("--mode", nargs="+", default=["eager", "compiled"], choices=MODES)
     parser.add_argument("--model", default="pale_tiny")
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--workers", type=int, default=14)
     args = parser.parse_args()
-    rows = []
-    for backend in args.backend:
-        for mode in args.mode:
-            run = trained(
-                args.out / f"{backend}_{mode}",
-                "small_data.pale_t",
-                "--data.root", args.data / "tiny-imagenet-50",
-                "--model.name", args.model,
-                "--model.options", json.dumps({"backend": backend}),
-                "--model.drop_path", 0,
-                "--augment.auto", "null",
-                "--augment.erase", 0,
-                "--mix.mixup", 0, "--mix.cutmix", 0, "--mix.smoothing", 0,
-                "--data.size", args.size,
-                "--batch", args.batch,
-                "--optim.lr_batch", args.batch,
-                "--steps", args.steps, "--warmup_steps", args.steps // 10,
-                "--eval_every", 1000, "--log_every", 1,
-                "--data.workers", args.workers,
-                *MODES[mode],
-            )  # fmt: skip
-            last = [loss for _, loss in losses(run)][-args.steps // 10 :]
-            row = {"task": "tiny-imagenet-50", "model": f"{backend}, {mode}"} | summary(run)
-            rows.append(row | {"loss": statistics.mean(last)})
-            chance = math.log(50)
-            least = min(r["loss"] for r in rows)
-            lines = [f"Chance is {chance:.3f}.", "", "| | loss | over the least | top-1 |"]
-            lines += ["| --- | --- | --- | --- |"]
-            lines += [
-                f"| {r['model']} | {r['loss']:.3f} | {r['loss'] / least - 1:.1%} | {r['val']['top1']:.1f} |"
-                for r in rows
-            ]
-            write(args.out, "learning", args, rows, "\n".join(lines) + "\n")
-    curves(args.out, rows, args.out / "learning.png")
-    print("\n".join(lines))
+
+    def report(rows: list[dict]) -> str:
+        write(args.out, "learning", args, rows, text := table(rows))
+        curves(args.out, rows, args.out / "learning.png")
+        return text
+
+    made(args, [(b, m) for b in args.backend for m in args.mode], learn, report)
 
 
 if __name__ == "__main__":

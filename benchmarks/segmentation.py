@@ -13,16 +13,15 @@ classes alone: pictures of the data sets must not be passed on).
 import argparse
 import json
 import shlex
-import time
 from pathlib import Path
 
-from common import curves, mean, pale, summary, trained, write
-from PIL import Image, ImageDraw
+from common import arguments, curves, ends, made, mean, pale, strips, summary, trained, write
 
 from pale.recipes import get
 from pale.tasks.segmentation.metric import indexed, unpack
 
 MODELS = {"pale_t": "pale_tiny", "swin_t": "swin_tiny_patch4_window7_224"}
+ROOTS = {"camvid": "camvid", "pets": "oxford-iiit-pet"}
 SWIN = {"always_partition": True}
 
 
@@ -41,22 +40,23 @@ def pretrained(args: argparse.Namespace, label: str) -> Path:
         "--warmup_epochs", 1,
         "--eval_every", args.pretrain_epochs,
         "--data.workers", args.workers,
+        jobs=args.jobs,
     )  # fmt: skip
 
 
 def segment(args: argparse.Namespace, task: str, label: str, seed: int) -> dict:
-    root = {"camvid": "camvid", "pets": "oxford-iiit-pet"}[task]
-    words = [f"{task}.upernet_pale_t", "--data.root", args.data / root, "--seed", seed]
+    words = [f"{task}.upernet_pale_t", "--data.root", args.data / ROOTS[task], "--seed", seed]
     words += ["--model.name", MODELS[label], "--data.workers", args.workers]
     words += shlex.split(args.settings)
     if task == "camvid":
         words += ["--init", pretrained(args, label)]
-    run = trained(args.out / f"{task}_{label}_{seed}", *words)
+    run = trained(args.out / f"{task}_{label}_{seed}", *words, jobs=args.jobs)
     row = {"task": task, "model": label, "seed": seed} | summary(run)
     if task == "camvid":
         where = run / "test"
         if not (where / "evaluation_multi.json").is_file():
-            pale("eval", run, "--data.val", "test", "-o", where, "--protocol", "both")
+            words = ["eval", run, "--data.val", "test", "-o", where, "--protocol", "both"]
+            pale(*words, run=run, jobs=args.jobs)
         for protocol in ("single", "multi"):
             found = json.loads((where / f"evaluation_{protocol}.json").read_text())
             row[f"test_{protocol}"] = found["figures"]
@@ -68,7 +68,7 @@ def table(rows: list[dict]) -> str:
         "| | backbone | seeds | mIoU | mAcc | aAcc | several scales |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for task in ("camvid", "pets"):
+    for task in ROOTS:
         for label in MODELS:
             mine = [r for r in rows if r["task"] == task and r["model"] == label]
             if not mine:
@@ -82,77 +82,51 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def predictions(args: argparse.Namespace, rows: list[dict], path: Path, columns: int = 6) -> None:
+def predictions(args: argparse.Namespace, rows: list[dict], path: Path) -> None:
     """For the same images, labels excepted: what each model's first seed says; a line a model."""
-    strips = []
-    for task in ("camvid", "pets"):
-        first = {r["model"]: r["run"] for r in rows if r["task"] == task and r["seed"] == 0}
-        classes = (
-            get(f"{task}.upernet_pale_t")
-            .override(
-                {
-                    "data.root": str(
-                        args.data / {"camvid": "camvid", "pets": "oxford-iiit-pet"}[task]
-                    )
-                }
-            )
-            .data.class_list()
-        )
-        for label, run in first.items():
-            entries = json.loads((args.out / run / "evaluation.json").read_text())["gallery"]
-            strip = Image.new("RGB", (170 * columns, 145), "white")
-            ImageDraw.Draw(strip).text((4, 2), f"{task}, {label}: best and worst", fill="black")
-            shown = entries[: columns // 2] + entries[-(columns // 2) :]
-            for i, entry in enumerate(shown):
-                image = indexed(unpack(entry["prediction"]), classes.colours).convert("RGB")
-                image.thumbnail((164, 110))
-                strip.paste(image, (170 * i, 16))
-                told = f"mIoU {entry['miou']:.0f}"
-                ImageDraw.Draw(strip).text((170 * i + 4, 130), told, fill="black")
-            strips.append(strip)
-    if strips:
-        canvas = Image.new("RGB", (strips[0].width, sum(s.height for s in strips)), "white")
-        for i, strip in enumerate(strips):
-            canvas.paste(strip, (0, i * strip.height))
-        canvas.save(path)
+    lines = []
+    for row in sorted(
+        (r for r in rows if r["seed"] == 0), key=lambda r: list(ROOTS).index(r["task"])
+    ):
+        task = row["task"]
+        recipe = get(f"{task}.upernet_pale_t").override({"data.root": str(args.data / ROOTS[task])})
+        colours = recipe.data.class_list().colours
+        entries = json.loads((args.out / row["run"] / "evaluation.json").read_text())["gallery"]
+        pictures = [
+            (indexed(unpack(e["prediction"]), colours).convert("RGB"), f"mIoU {e['miou']:.0f}")
+            for e in ends(entries)
+        ]
+        lines.append((f"{task}, {row['model']}: best and worst", pictures))
+    strips(lines, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", choices=["camvid", "pets"])
+    parser = arguments(__doc__)
+    parser.add_argument("--only", choices=list(ROOTS))
     parser.add_argument("--seeds", type=int, default=3, help="of ours")
     parser.add_argument("--peer-seeds", type=int, default=1)
     parser.add_argument("--pretrain-epochs", type=int, default=12)
     parser.add_argument("--pretrain-size", type=int, default=96)
     parser.add_argument("--pretrain-batch", type=int, default=256)
     parser.add_argument("--settings", default="", help="of the segmentation runs: '--steps 10'")
-    parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this")
     args = parser.parse_args()
-    began, rows = time.monotonic(), []
-    args.out.mkdir(parents=True, exist_ok=True)
     seeds = {"pale_t": args.seeds, "swin_t": args.peer_seeds}
     # Peers before further seeds: when time runs out, seeds are what is missing.
     plan = [
         (task, label, seed)
         for seed in range(max(seeds.values()))
-        for task in ("camvid", "pets")
+        for task in ROOTS
         for label in MODELS
         if seed < seeds[label] and args.only in (None, task)
     ]
-    for task, label, seed in plan:
-        if time.monotonic() - began > 60 * args.minutes:
-            print(f"time is up before {task} {label} {seed}", flush=True)
-            break
-        rows.append(segment(args, task, label, seed))
-        write(args.out, "segmentation", args, rows, table(rows))
+
+    def report(rows: list[dict]) -> str:
+        write(args.out, "segmentation", args, rows, text := table(rows))
         curves(args.out, rows, args.out / "curves.png")
         predictions(args, rows, args.out / "predictions.png")
-    print(table(rows))
+        return text
+
+    made(args, plan, segment, report)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Classification from scratch on small sets: Pale-T beside models of timm's under the same recipe.
 
     python benchmarks/small_data.py DATA OUT                       # three seeds for ours, one for the peers
+    python benchmarks/small_data.py DATA OUT --jobs 3 --workers 5  # on a large GPU, three runs at once
     python benchmarks/small_data.py DATA OUT --hold-out 0.1 --only tiny --models pale_t   # to choose settings
 
 DATA holds tiny-imagenet-50/ and oxford-iiit-pet/. What is done already is not done again, so a run that was cut off
@@ -10,10 +11,9 @@ goes on. With --hold-out, validation is on a share of the training images, and t
 import argparse
 import json
 import shlex
-import time
 from pathlib import Path
 
-from common import curves, mean, summary, trained, write
+from common import arguments, curves, made, mean, speeds, summary, trained, write
 
 MODELS = {
     "pale_t": "pale_tiny",
@@ -24,19 +24,23 @@ MODELS = {
 PLANS = {"tiny": list(MODELS), "pets": ["pale_t", "swin_t", "convnext_t"]}
 
 
-def pets_lists(root: Path, out: Path) -> list[object]:
-    """Lists of pictures and breeds from those of the data set, as options."""
-    words: list[object] = ["--data.kind", "list", "--data.root", root]
-    for split, option in (("trainval", "train"), ("test", "val")):
+LISTS = {"train": "trainval", "val": "test"}
+
+
+def pets_list(out: Path, split: str) -> Path:
+    return out.resolve() / f"pets_{split}.txt"
+
+
+def write_pets_lists(root: Path, out: Path) -> None:
+    """Lists of pictures and breeds from those of the data set."""
+    for split in LISTS.values():
         lines = [
             line.split()[0]
             for line in (root / f"annotations/{split}.txt").read_text().splitlines()
             if line and not line.startswith("#")
         ]
-        path = out.resolve() / f"pets_{split}.txt"
-        path.write_text("".join(f"images/{n}.jpg {n.rpartition('_')[0]}\n" for n in lines))
-        words += [f"--data.{option}", path]
-    return words
+        told = "".join(f"images/{n}.jpg {n.rpartition('_')[0]}\n" for n in lines)
+        pets_list(out, split).write_text(told)
 
 
 def classify(args: argparse.Namespace, task: str, label: str, seed: int) -> dict:
@@ -47,13 +51,16 @@ def classify(args: argparse.Namespace, task: str, label: str, seed: int) -> dict
     if task == "tiny":
         words += ["--data.root", args.data / "tiny-imagenet-50"]
     else:
-        words += pets_lists(args.data / "oxford-iiit-pet", args.out)
+        words += ["--data.kind", "list", "--data.root", args.data / "oxford-iiit-pet"]
+        for option, split in LISTS.items():
+            words += [f"--data.{option}", pets_list(args.out, split)]
         words += ["--data.size", args.pets_size, "--epochs", args.pets_epochs]
         words += ["--batch", 256, "--warmup_epochs", 10]
     words += ["--data.workers", args.workers, "--eval_every", 20]
     if args.hold_out:
         words += ["--data.hold_out", args.hold_out]
-    run = trained(args.out / f"{task}_{label}_{seed}", *words, *shlex.split(args.settings))
+    words += shlex.split(args.settings)
+    run = trained(args.out / f"{task}_{label}_{seed}", *words, jobs=args.jobs)
     return {"task": task, "model": label, "seed": seed} | summary(run)
 
 
@@ -67,19 +74,16 @@ def table(rows: list[dict]) -> str:
             if not (mine := [r for r in rows if r["task"] == task and r["model"] == label]):
                 continue
             cells = [mean([r["val"][name] for r in mine]) for name in ("top1", "top5")]
-            speed, wait = mine[0]["images_per_s"], mine[0]["data_wait"]
-            lines.append(
-                f"| {task} | {label} | {len(mine)} | {' | '.join(cells)} | {speed:.0f} | {wait:.0%} |"
-            )
+            if quiet := speeds(mine):
+                cells += [f"{quiet[0]['images_per_s']:.0f}", f"{quiet[0]['data_wait']:.0%}"]
+            else:
+                cells += ["-", "-"]
+            lines.append(f"| {task} | {label} | {len(mine)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = arguments(__doc__)
     parser.add_argument("--only", choices=PLANS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=3, help="of ours")
@@ -88,11 +92,7 @@ def main() -> None:
     parser.add_argument("--pets-epochs", type=int, default=150)
     parser.add_argument("--hold-out", type=float, default=0.0)
     parser.add_argument("--settings", default="", help="of all runs: '--cuda_graph true'")
-    parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    began, rows = time.monotonic(), []
     # Peers before further seeds: when time runs out, seeds are what is missing.
     plan = [
         (task, label, seed)
@@ -103,14 +103,16 @@ def main() -> None:
         and label in args.models
         and args.only in (None, task)
     ]
-    for task, label, seed in plan:
-        if time.monotonic() - began > 60 * args.minutes:
-            print(f"time is up before {task} {label} {seed}", flush=True)
-            break
-        rows.append(classify(args, task, label, seed))
-        write(args.out, "small_data", args, rows, table(rows))
+    args.out.mkdir(parents=True, exist_ok=True)
+    if any(task == "pets" for task, _, _ in plan):
+        write_pets_lists(args.data / "oxford-iiit-pet", args.out)
+
+    def report(rows: list[dict]) -> str:
+        write(args.out, "small_data", args, rows, text := table(rows))
         curves(args.out, rows, args.out / "small_data.png")
-    print(table(rows))
+        return text
+
+    made(args, plan, classify, report)
 
 
 if __name__ == "__main__":
