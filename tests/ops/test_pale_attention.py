@@ -33,7 +33,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pale.ops.pale_attention import attention_weights, choose, pale_attention, sdpa
+from pale.ops.pale_attention import BACKENDS, attention_weights, choose, pale_attention, sdpa
 from pale.ops.pale_attention.region import Region
 
 
@@ -456,10 +456,11 @@ def test_compiled_for_any_size_it_is_one_or_two_graphs_equal_to_eager(grouping, 
     [*((scope, (7, 9)) for scope in SCOPES), *(("parallel", s) for s in [(1, 9), (5, 1), (1, 1)])],
     ids=str,
 )
-def test_compiled_for_one_size_it_equals_eager(scope, size):
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_compiled_for_one_size_it_equals_eager(backend, scope, size):
     compiled = torch.compile(pale_attention, backend="aot_eager", fullgraph=True, dynamic=False)
     *qkv, grad = tensors(4, (1, *size, 2, 3))
-    rule = {"pale_size": (3, 4), "scope": scope}
+    rule = {"pale_size": (3, 4), "scope": scope, "backend": backend}
     out = compiled(*qkv, **rule)
     assert_same([out, *gradients(out, qkv, grad)], run(qkv, grad, **rule))
 
@@ -525,13 +526,18 @@ def test_exported_with_dynamic_sizes_it_is_plain_pytorch():
     assert_exports(operator, [(2, 9, 10), (2, 6, 8), (2, 4, 13)], dynamic)
 
 
+every_opaque = pytest.mark.parametrize("name", ["sdpa", "reference"])
+
+
 @opcheck_warning
 @every_scope
 @every_grouping
 @pytest.mark.parametrize("size", [(6, 8), (7, 9)], ids=["dividing", "ragged"])
-def test_the_opaque_operator_is_registered_as_pytorch_demands(size, grouping, scope):
+@every_opaque
+def test_the_opaque_operator_is_registered_as_pytorch_demands(name, size, grouping, scope):
     qkv = tensors(3, (2, *size, 2, 3))
-    torch.library.opcheck(sdpa.opaque, (*qkv, 3, 4, scope, grouping))
+    operator = getattr(torch.ops.pale, f"{name}_attention").default
+    torch.library.opcheck(operator, (*qkv, 3, 4, scope, grouping))
 
 
 @opcheck_warning
@@ -540,16 +546,18 @@ def test_the_opaque_operator_is_registered_for_every_memory_layout(layout):
     qkv = [LAYOUTS[layout](x.detach()).detach() for x in tensors(3, (2, 7, 9, 2, 3))]
     for requires_grad in False, True:
         args = [x.requires_grad_(requires_grad) for x in qkv]
-        torch.library.opcheck(sdpa.opaque, (*args, 3, 4, "parallel", "interlaced"))
+        operator = torch.ops.pale.sdpa_attention.default
+        torch.library.opcheck(operator, (*args, 3, 4, "parallel", "interlaced"))
 
 
 @every_scope
 @every_grouping
-def test_the_opaque_operator_equals_eager_and_its_gradients_are_true(grouping, scope):
+@every_opaque
+def test_the_opaque_operator_equals_eager_and_its_gradients_are_true(name, grouping, scope):
     *qkv, grad = tensors(4, (1, 3, 4, 2, 2))
 
     def opaque(q, k, v):
-        return sdpa.opaque(q, k, v, 2, 3, scope, grouping)
+        return BACKENDS[name].opaque(q, k, v, Region((2, 3), scope, grouping))
 
     rule = {"pale_size": (2, 3), "scope": scope, "grouping": grouping}
     out = opaque(*qkv)
@@ -559,9 +567,10 @@ def test_the_opaque_operator_equals_eager_and_its_gradients_are_true(grouping, s
 
 @opcheck_warning
 @every_scope
-def test_the_opaque_backward_is_registered_as_pytorch_demands(scope):
+@every_opaque
+def test_the_opaque_backward_is_registered_as_pytorch_demands(name, scope):
     grad, q, k, v = (x.detach() for x in tensors(4, (2, 7, 9, 2, 3)))
-    backward = torch.ops.pale.sdpa_attention_backward.default
+    backward = getattr(torch.ops.pale, f"{name}_attention_backward").default
     torch.library.opcheck(backward, (grad, q, k, v, 3, 4, scope, "interlaced"))
 
 

@@ -23,7 +23,7 @@ def classify_pets() -> Classification:
     return Classification(
         model=Model(name="pale_nano", drop_path=0.05),
         data=Data(kind="pets", train="trainval", val="test", size=160, crop=1.0, workers=14),
-        # A hundred photos a breed are seen a hundred and fifty times. Crops keep most of the animal; RandAugment and Mixup are
+        # A hundred photos a breed are seen 150 times. Crops keep most of the animal; RandAugment and Mixup are
         # milder than on ImageNet, as a small model underfits sooner than it learns by heart.
         augment=Augment(scale=(0.25, 1.0), auto="rand-m7-mstd0.5-inc1"),
         mix=Mix(mixup=0.2, cutmix=1.0),

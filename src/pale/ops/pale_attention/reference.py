@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..sizes import exporting
+from .opaque import operator
 from .region import Region
 
 
@@ -13,9 +15,15 @@ def unsupported(q: Tensor, region: Region) -> str | None:
     return None
 
 
-@torch.compiler.disable(recursive=True)  # a definition is run as it stands, in a compiled model too
 def forward(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
     """Attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
+    if torch.compiler.is_compiling() and not exporting():
+        return opaque(q, k, v, region)  # runs as it stands in a compiled model too
+    return compute(q, k, v, region)
+
+
+def compute(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
+    """The definition itself."""
     h, w = q.shape[1:3]
     members = [region.members(kind, h, w, q.device) for kind in region.kinds]
     if region.scope != "parallel":
@@ -48,3 +56,6 @@ def weights_at(q: Tensor, k: Tensor, at: tuple[int, int], members: Tensor) -> Te
         for group in groups
     ]
     return torch.stack(maps).mean(0)
+
+
+opaque = operator("reference", compute)

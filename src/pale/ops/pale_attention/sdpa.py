@@ -13,7 +13,7 @@ number of groups and recompiles at every size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..sizes import ceil_div, exporting, opaque_size
+from .opaque import operator
 from .region import Region
 
 # Without cuDNN: a compiled model trained through it stayed at chance (torch 2.11, H200).
@@ -35,8 +36,7 @@ def unsupported(q: Tensor, region: Region) -> str | None:
 def forward(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
     """Attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
     if torch.compiler.is_compiling() and not exporting() and not _traceable(q):
-        s_r, s_c = region.pale_size
-        return opaque(q, k, v, s_r, s_c, region.scope, region.grouping)
+        return opaque(q, k, v, region)
     return attend(q, k, v, region)
 
 
@@ -202,54 +202,4 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask)
 
 
-@torch.library.custom_op("pale::sdpa_attention", mutates_args=())
-def opaque(
-    q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, scope: str, grouping: str
-) -> Tensor:
-    """`attend` as one operator."""
-    return attend(q, k, v, Region((s_r, s_c), scope, grouping)).contiguous()  # type: ignore[arg-type]
-
-
-@opaque.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, scope: str, grouping: str) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-# Defined by hand, not by `custom_op`, whose kernels run with autograd shut off: this one runs `attend`
-# again and differentiates it, so that every device keeps PyTorch's own backward kernels.
-_library = torch.library.Library("pale", "FRAGMENT")
-_library.define(
-    "sdpa_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, "
-    "int s_r, int s_c, str scope, str grouping) -> (Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl(_library, "sdpa_attention_backward", "CompositeExplicitAutograd")
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, *words: Any
-) -> tuple[Tensor, ...]:
-    # Autograd is shut off where a dispatch mode calls; this turns it on again.
-    autograd = torch._C.DispatchKey.AutogradFunctionality
-    with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out = attend(q, k, v, Region((s_r, s_c), *words))
-        grads = torch.autograd.grad(out, (q, k, v), grad)
-    return tuple(x.contiguous() for x in grads)
-
-
-@torch.library.register_fake("pale::sdpa_attention_backward", lib=_library)
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *region: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.region = inputs[3:]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.pale.sdpa_attention_backward(grad, *ctx.saved_tensors, *ctx.region)
-    return *grads, None, None, None, None
-
-
-opaque.register_autograd(_backward, setup_context=_save)
+opaque = operator("sdpa", attend)
