@@ -10,6 +10,7 @@ import torch
 from .data.labelled import batches, cores, make_loader
 from .data.stream import Stream, StreamSampler
 from .recipes.schema import Recipe
+from .train.evaluate import to_device
 
 
 def measure(recipe: Recipe, seconds: float) -> dict[str, Any]:
@@ -21,9 +22,15 @@ def measure(recipe: Recipe, seconds: float) -> dict[str, Any]:
     samples = len(data)  # type: ignore[arg-type]
     sampler = StreamSampler(Stream(samples, recipe.batch, 10**6, recipe.seed))
     workers = min(recipe.workers, cores())
-    loader = make_loader(data, sampler, task.collate, workers, torch.cuda.is_available())
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    loader = make_loader(data, sampler, task.collate, workers, cuda)
     began, images, waits = time.perf_counter(), 0, 2 * workers + 1
     for count, batch in enumerate(batches(loader), start=1):
+        if "plan" in batch:  # the pictures are on the device, and images are made there
+            task.prepare(to_device(batch, device), count)
+            if cuda:
+                torch.cuda.synchronize()
         now = time.perf_counter()
         if count == waits:  # from here on, nothing was read before it was asked for
             start = now

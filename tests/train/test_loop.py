@@ -17,7 +17,7 @@ from pale.train.distributed import World
 from pale.train.log import read
 from pale.train.loop import NonFiniteError, Trainer, train
 
-from .tiny import CHANGES, tiny
+from .tiny import CHANGES, star, tiny
 
 ALONE = World(torch.device("cpu"))
 
@@ -368,3 +368,31 @@ def test_a_signal_to_the_whole_group_reaches_the_workers_too_and_loses_nothing(t
     done = int(said.partition("after step ")[2].split()[0])
     assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step_{done:08d}"]
     assert err == ""
+
+
+@pytest.mark.parametrize("make", [tiny, star], ids=["mixed", "token labels"])
+def test_pictures_kept_on_the_device_train_as_those_of_workers_do(tmp_path, make):
+    def recipe(on_device):
+        # Without erasing, whose noise is another there.
+        changes = {"data__on_device": on_device, "augment": {"erase": 0.0}, "optim__lr": 1e-3}
+        where = () if make is tiny else (tmp_path / f"labels_{on_device}",)
+        return make(*where, **changes)
+
+    for on_device in False, True:
+        train(recipe(on_device), tmp_path / str(on_device), ALONE, quiet=True)
+    known, found = (
+        [entry["loss"] for entry in events(tmp_path / str(on_device), "step")]
+        for on_device in (False, True)
+    )
+    assert found == pytest.approx(known, rel=0.02)
+    assert found != known  # other pixels by a grey level: it was really another way
+
+
+def test_pictures_kept_on_the_device_resume_to_the_bit(tmp_path):
+    changes = {"data__on_device": True, "data__workers": 2, "epochs": 2}
+    train(tiny(**changes), tmp_path / "whole", ALONE, quiet=True)
+    train(tiny(**changes, saving__every_steps=2), tmp_path / "b", ALONE, quiet=True)
+    for path in (tmp_path / "b" / "checkpoints").glob("step_*6"):
+        (path / "trainer.pt").unlink()  # the last one is lost
+    train(tiny(**changes), tmp_path / "b", ALONE, resume=True, quiet=True)
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "b"))

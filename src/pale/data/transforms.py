@@ -114,12 +114,17 @@ class TrainTransform:
             separate=True,
         )
         for step in self.colour.transforms:
-            for op in chain(getattr(step, "ops", ()), *getattr(step, "policy", ())):
+            for op in self.operations(step):
                 if op.aug_fn in GEOMETRIC:
                     op.aug_fn = Noted(op.aug_fn, self.notes)
                 else:
                     op.aug_fn = REPLACED.get(op.aug_fn, op.aug_fn)
         self.erase = Erase(augment.erase) if augment.erase else None
+
+    @staticmethod
+    def operations(step: Any) -> list[Any]:
+        """What RandAugment or AutoAugment chooses from."""
+        return list(chain(getattr(step, "ops", ()), *getattr(step, "policy", ())))
 
     def __call__(self, image: Image.Image) -> Tensor:
         """The image alone."""
@@ -131,28 +136,41 @@ class TrainTransform:
         The second is (2, 3): it takes a place (x, y, 1) in the image to its place (x, y) in the picture,
         both counted from 0 to 1 across the whole.
         """
-        augment, (w, h) = self.augment, image.size
-        y, x, height, width = RandomResizedCropAndInterpolation.get_params(
-            image, augment.scale, augment.ratio
-        )
-        matrix = np.array([[width / w, 0, x / w], [0, height / h, y / h], [0, 0, 1]])
+        augment, whole = self.augment, image.size
+        crop = RandomResizedCropAndInterpolation.get_params(image, augment.scale, augment.ratio)
+        y, x, height, width = crop
         image = resize(image.crop((x, y, x + width, y + height)), self.size, augment.interpolation)
-        if _chance(augment.flip):
+        if mirrored := chance(augment.flip):
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            matrix = matrix @ np.array([[-1, 0, 1], [0, 1, 0], [0, 0, 1]])
-        if _chance(augment.vertical_flip):
+        if upside_down := chance(augment.vertical_flip):
             image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
-            matrix = matrix @ np.array([[1, 0, 0], [0, -1, 1], [0, 0, 1]])
         self.notes.clear()
         pixels = to_tensor(self.colour(image))
-        for note in self.notes:
-            matrix = matrix @ note
         if self.erase:
             pixels = self.erase(pixels)
-        return pixels, matrix[:2].astype(np.float32)
+        return pixels, self.places(whole, crop, mirrored, upside_down)
+
+    def places(
+        self,
+        whole: tuple[int, int],
+        crop: tuple[int, int, int, int],
+        mirrored: bool,
+        upside_down: bool,
+    ) -> NDArray[np.float32]:
+        """What an image shows: crop and flips of a picture of `whole` width and height, then what `notes` says."""
+        (w, h), (y, x, height, width) = whole, crop
+        matrix = np.array([[width / w, 0, x / w], [0, height / h, y / h], [0, 0, 1]])
+        if mirrored:
+            matrix = matrix @ np.array([[-1, 0, 1], [0, 1, 0], [0, 0, 1]])
+        if upside_down:
+            matrix = matrix @ np.array([[1, 0, 0], [0, -1, 1], [0, 0, 1]])
+        for note in self.notes:
+            matrix = matrix @ note
+        return matrix[:2].astype(np.float32)
 
 
-def _chance(p: float) -> bool:
+def chance(p: float) -> bool:
+    """Whether something of probability `p` happens; draws only where it is open."""
     return p > 0 and bool(torch.rand(1) < p)
 
 

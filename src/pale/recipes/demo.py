@@ -2,8 +2,8 @@
 
 Expected is Oxford-IIIT Pet under data.root, as for `pets.*`: 3680 photos to learn from, nothing else. The classifier
 starts from nothing, segmenter and detector from its backbone: --init classify_pets (docs/weights.md). Each is sized
-for some two minutes on one large GPU, where reading pictures is what takes the time; so the steps are many and small,
-and recorded as CUDA graphs where the images are of one size. What counts is the last step's weights: none are picked
+for a minute or two on one large GPU: the classifiers' photos stay in its memory, the steps are many and small, and
+recorded as CUDA graphs where the images are of one size. What counts is the last step's weights: none are picked
 on the photos that the cards report.
 """
 
@@ -18,11 +18,16 @@ from . import pets, small_data
 from .schema import Classification, Detection, Optim, Segmentation
 
 
+PETS = Data(
+    kind="pets", train="trainval", val="test", size=160, crop=1.0, workers=14, on_device=True
+)
+
+
 def classify_pets() -> Classification:
     """37 breeds of cats and dogs with our 2 M parameter model from scratch, 160 px."""
     return Classification(
         model=Model(name="pale_nano", drop_path=0.05),
-        data=Data(kind="pets", train="trainval", val="test", size=160, crop=1.0, workers=14),
+        data=PETS,
         # A hundred photos a breed are seen 150 times. Crops keep most of the animal; RandAugment and Mixup are
         # milder than on ImageNet, as a small model underfits sooner than it learns by heart.
         augment=Augment(scale=(0.25, 1.0), auto="rand-m7-mstd0.5-inc1"),
@@ -79,7 +84,7 @@ def pale_t_pets() -> Classification:
     """37 breeds of cats and dogs with Pale-T from scratch, 160 px; for one large GPU."""
     return vary(
         small_data.pale_t(),
-        data=Data(kind="pets", train="trainval", val="test", size=160, crop=1.0, workers=14),
+        data=PETS,
         batch=256,
         epochs=150,
         warmup_epochs=10,
@@ -90,4 +95,9 @@ def pale_t_pets() -> Classification:
 
 def pale_t_tiny_imagenet() -> Classification:
     """Pale-T from scratch on folders of 64 px pictures such as tiny-imagenet-50, shown at 128; for one large GPU."""
-    return vary(small_data.pale_t(), data={"workers": 14}, eval_every=20, cuda_graph=True)
+    return vary(
+        small_data.pale_t(),
+        data={"workers": 14, "on_device": True},
+        eval_every=20,
+        cuda_graph=True,
+    )

@@ -17,12 +17,15 @@ from .. import weights as weight_files
 from ..data.images import Source, folder, hold_out, list_file, pets
 from ..data.labelled import Labelled, SceneImages, collate
 from ..data.mixing import Mix, Mixer, TokenMixer
+from ..data.on_device import Pictures, Planned
+from ..data.plans import Planner
 from ..data.scenes import Scenes
 from ..data.shards import Shards
 from ..data.token_labels import TokenLabelStore
 from ..data.transforms import Augment, eval_transform, normalise, train_transform
 from ..layers import TokenMix
 from ..pale_transformer import VARIANTS, AttentionMode, PaleTransformer, Position
+from ..progress import bar
 from ..settings import Settings
 from .token_labelling import TokenLabels, blocks, dense_targets
 
@@ -103,6 +106,8 @@ class Data(Settings):
     samples: int = Field(default=4096, ge=1)  # scenes: how many to train on
     val_samples: int = Field(default=1024, ge=1)
     workers: int = Field(default=4, ge=0)  # processes that read pictures, for each training process
+    # Keep all training pictures, decoded, on the training device, and augment them there: for sets that fit.
+    on_device: bool = False
 
     def train_source(self, seed: int) -> Source:
         """Training pictures."""
@@ -175,6 +180,7 @@ class ClassificationTask:
         # What the model's first stage asks in training; none: it gives class logits alone.
         self.token_mix: TokenMix | None = None
         self.maps: list[tuple[int, int]] = []
+        self.pictures: Pictures | None = None  # where data.on_device keeps them
         if self.train_source is not None and (mix.tokens or self.token_labels.store is not None):
             self._begin_tokens(self.train_source)
 
@@ -209,12 +215,15 @@ class ClassificationTask:
             self.maps = model.config.maps(self.data.size, self.data.size)
         return model
 
-    def train_data(self) -> Labelled:
+    def train_data(self) -> Labelled | Planned:
         """Training pictures, augmented, with their token labels where there is a store."""
         assert self.train_source is not None
-        transform = train_transform(self.data.size, self.augment)
-        labels = self.store.labels if self.store is not None else None
-        return Labelled(self.train_source, transform, self.seed, labels)
+        source, labels = self.train_source, self.store.labels if self.store is not None else None
+        if self.data.on_device:
+            planner = Planner(self.data.size, self.augment)
+            self.pictures = Pictures(source, track=bar)
+            return Planned(self.pictures.sizes, source.labels, planner, self.seed, labels)
+        return Labelled(source, train_transform(self.data.size, self.augment), self.seed, labels)
 
     def val_data(self) -> Labelled:
         """Validation pictures: resized, centre."""
@@ -232,6 +241,11 @@ class ClassificationTask:
         tokens are mixed likewise, as "token_targets"; the reference puts the outputs back in place of that,
         which is the same sum.
         """
+        if "plan" in batch:
+            assert self.pictures is not None
+            plan = batch.pop("plan")
+            self.pictures.to(plan.ints.device)
+            batch["images"] = self.pictures.show(plan, self.data.size)
         images = normalise(batch["images"])
         if step is None:
             return batch | {"images": images}

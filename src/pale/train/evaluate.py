@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from ..data.labelled import batches, make_loader
+from ..data.plans import Plan
 from ..progress import Track, silent
 from ..tasks import Metric, Task
 from .distributed import World
@@ -105,7 +106,7 @@ def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """The tensors of a batch on the device, but for the keys."""
     return {
         name: value.to(device, non_blocking=True)
-        if isinstance(value, torch.Tensor) and name != "keys"
+        if isinstance(value, torch.Tensor | Plan) and name != "keys"
         else value
         for name, value in batch.items()
     }

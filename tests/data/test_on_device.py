@@ -1,0 +1,234 @@
+"""Augmentation on the device against Pillow's and timm's on one picture."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from timm.data import auto_augment
+
+from pale.data import on_device
+from pale.data.draws import seeded
+from pale.data.images import folder
+from pale.data.labelled import Labelled, collate
+from pale.data.on_device import Pictures, Planned
+from pale.data.plans import Plan, Planner
+from pale.data.slide import place
+from pale.data.transforms import Augment, TrainTransform
+from pale.train.evaluate import to_device
+
+FILL = (124, 116, 104)
+
+
+def photo(rng: np.random.Generator, h: int, w: int) -> Image.Image:
+    """Something with slopes, edges and noise, as photographs have them."""
+    y, x = np.mgrid[:h, :w]
+    waves = [np.sin((x * a + y * b) / 9 + c) for a, b, c in rng.uniform(0, 3, (3, 3))]
+    pixels = (
+        90 + 60 * np.stack(waves, 2) + 60 * (x > w / 2)[..., None] + rng.normal(0, 12, (h, w, 3))
+    )
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def as_batch(*images: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.stack([np.asarray(i) for i in images])).permute(0, 3, 1, 2).float()
+
+
+OPERATIONS = [
+    (auto_augment.auto_contrast, ()),
+    (auto_augment.equalize, ()),
+    (auto_augment.invert, ()),
+    *((auto_augment.posterize, (bits,)) for bits in (1, 3, 4, 8)),
+    *((auto_augment.solarize, (level,)) for level in (0, 26, 128, 256)),
+    *((auto_augment.solarize_add, (n,)) for n in (0, 40, 110)),
+    *(
+        (f, (factor,))
+        for f in (
+            auto_augment.brightness,
+            auto_augment.contrast,
+            auto_augment.color,
+            auto_augment.sharpness,
+        )
+        for factor in (0.1, 0.55, 1.0, 1.36, 1.9)
+    ),
+]
+NAMES = {auto_augment.color: "colour"}
+
+
+@pytest.mark.parametrize(
+    ("function", "amounts"), OPERATIONS, ids=lambda x: getattr(x, "__name__", str(x))
+)
+def test_operations_on_colours_are_pillows(function, amounts):
+    rng = np.random.default_rng(0)
+    flat = Image.new("RGB", (31, 31), (40, 40, 200))
+    two = Image.fromarray(
+        np.where(np.arange(31)[:, None, None] > 15, 250, 3)
+        .repeat(31, 1)
+        .repeat(3, 2)
+        .astype(np.uint8)
+    )
+    images = [photo(rng, 31, 31), photo(rng, 31, 31), flat, two]
+    ours = on_device.OPERATIONS[NAMES.get(function, function.__name__)](
+        as_batch(*images), torch.tensor([amounts or (0,)] * 4, dtype=torch.float64)
+    )
+    difference = (ours - as_batch(*(function(i, *amounts) for i in images))).abs()
+    # Pillow's float arithmetic may end on the other side of a whole number.
+    assert difference.max() <= 1
+    assert (difference > 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("resample", [Image.Resampling.BILINEAR, Image.Resampling.BICUBIC])
+@pytest.mark.parametrize(
+    ("function", "amount"),
+    [
+        *((auto_augment.rotate, a) for a in (0.0, 7.3, -29.9)),
+        *((auto_augment.shear_x, a) for a in (0.21, -0.3)),
+        *((auto_augment.shear_y, a) for a in (0.3, -0.02)),
+        *((auto_augment.translate_x_rel, a) for a in (0.4, -0.171)),
+        *((auto_augment.translate_y_rel, a) for a in (0.33, -0.45)),
+        (auto_augment.translate_x_abs, 11.6),
+        (auto_augment.translate_y_abs, -9.0),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_operations_on_places_are_pillows(function, amount, resample):
+    images = [photo(np.random.default_rng(i), 40, 40) for i in range(2)]
+    numbers = [
+        *place(function, amount, 40)[:2].ravel(),
+        resample == Image.Resampling.BICUBIC,
+        *FILL,
+    ]
+    ours = on_device.affine(as_batch(*images), torch.tensor([numbers] * 2, dtype=torch.float64))
+    theirs = as_batch(*(function(i, amount, resample=resample, fillcolor=FILL) for i in images))
+    difference = (ours - theirs).abs()
+    assert (difference > 1).float().mean() < 0.002  # a place on the very edge may fall outside
+    assert difference.mean() < 0.2
+
+
+@settings(max_examples=40)
+@given(
+    length=st.integers(1, 70),
+    more=st.integers(0, 9),
+    size=st.integers(1, 60),
+    mode=st.sampled_from(["bilinear", "bicubic"]),
+    flip=st.booleans(),
+)
+def test_resizing_is_torchs_with_antialiasing(length, more, size, mode, flip):
+    row = torch.rand(1, 1, 1, length) * 255
+    expected = torch.nn.functional.interpolate(row, (1, size), mode=mode, antialias=True)[0, 0, 0]
+    w = on_device.weights(
+        torch.tensor([length]),
+        length + more,
+        size,
+        torch.tensor([int(mode == "bicubic")]),
+        torch.tensor([int(flip)]),
+    )
+    padded = torch.cat([row[0, 0, 0], torch.full((more,), 1e6)])
+    torch.testing.assert_close(
+        w[0] @ padded, expected.flip(0) if flip else expected, rtol=1e-4, atol=2e-2
+    )
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Two classes of pictures of different sizes, in files without loss."""
+    root = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(3)
+    for i in range(24):
+        (root / f"class_{i % 2}").mkdir(exist_ok=True)
+        h, w = rng.integers(20, 90, 2)
+        photo(rng, int(h), int(w)).save(root / f"class_{i % 2}/{i}.png")
+    return folder(root)
+
+
+AUGMENTS = {
+    "defaults": Augment(erase=0),
+    "autoaugment": Augment(
+        auto="original-mstd0.5", erase=0, interpolation="random", vertical_flip=0.5
+    ),
+    "jitter": Augment(auto=None, colour_jitter=0.4, erase=0, interpolation="bilinear"),
+    "crop alone": Augment(auto=None, colour_jitter=0, erase=0),
+}
+
+
+def both(photos, augment, size=48, epochs=3):
+    """The same samples made by a worker and on the device, and their places."""
+    keys = [(epoch, i) for epoch in range(epochs) for i in range(len(photos))]
+    known = Labelled(photos, TrainTransform(size, augment), 7)
+    pictures = Pictures(photos)
+    planned = Planned(pictures.sizes, photos.labels, Planner(size, augment), 7)
+    batch = to_device(collate([planned[key] for key in keys]), torch.device("cpu"))
+    assert batch["labels"].tolist() == [known[key][1] for key in keys]
+    images = torch.stack([known[key][0] for key in keys])
+    return images.int(), pictures.show(batch["plan"], size).int(), keys
+
+
+@pytest.mark.parametrize("name", AUGMENTS)
+def test_a_sample_looks_the_same_from_a_worker_and_on_the_device(photos, name):
+    theirs, ours, _ = both(photos, AUGMENTS[name])
+    difference = (ours - theirs).abs().float()
+    # A grey level that was rounded the other way may be stretched by what follows (equalize, contrast), or cross a
+    # threshold (solarize); so most pixels must agree, and all images on the whole.
+    assert (difference <= 2).float().mean() > 0.97
+    assert difference.mean((1, 2, 3)).median() < 0.6
+    assert difference.mean((1, 2, 3)).max() < 12
+    # That could be told from any other augmentation of the same pictures.
+    assert (ours - theirs.roll(24, 0)).abs().float().mean() > 10 * difference.mean()
+
+
+def test_random_erasing_is_where_timm_puts_it_and_normal_noise(photos):
+    augment = Augment(auto=None, colour_jitter=0, erase=1.0)
+    theirs, ours, keys = both(photos, augment)
+    plain, unerased, _ = both(photos, augment.model_copy(update={"erase": 0.0}))
+    for ours_in, theirs_in in zip((ours != unerased).any(1), (theirs != plain).any(1), strict=True):
+        assert (ours_in != theirs_in).float().mean() < 0.02  # noise may hit the old value
+    assert (ours != unerased).float().mean() > 0.02
+    first, again = (both(photos, augment)[1] for _ in range(2))
+    assert torch.equal(first, again)
+    other = on_device.normal(torch.tensor([5, 6]), 200_000)
+    assert other.mean(1).abs().max() < 0.01
+    assert (other.std(1) - 1).abs().max() < 0.01
+    assert abs(float((other[0] * other[1]).mean())) < 0.01
+    assert len(keys) == len(ours)
+
+
+def test_places_for_token_labels_are_the_same(photos):
+    augment = Augment(erase=0.25)
+    transform, planner = TrainTransform(32, augment), Planner(32, augment)
+    for i in range(len(photos)):
+        picture = photos.image(i)
+        with seeded(1, 2, i):
+            _, expected = transform.see(picture)
+        with seeded(1, 2, i):
+            sketch = planner.plan(i, *picture.size, key=0)
+        np.testing.assert_array_equal(sketch.places, expected)
+
+
+def test_what_the_device_cannot_do_is_refused_before_training():
+    for augment, reason in (
+        (Augment(auto="3a"), "needs|asks for"),
+        (Augment(auto="augmix-m5-w4-d2"), "augmix|AugMix"),
+        (Augment(interpolation="lanczos"), "must be bilinear, bicubic or random .* got 'lanczos'"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            Planner(32, augment)
+
+
+def test_more_pictures_than_memory_are_refused(photos):
+    with pytest.raises(
+        ValueError, match=r"at most .* GiB, and the first \d+ of 24 .* set it to false"
+    ):
+        Pictures(photos, most=40_000)
+
+
+def test_a_plan_is_two_tensors_and_may_be_pinned(photos):
+    planned = Planned(Pictures(photos).sizes, photos.labels, Planner(32, Augment()), 0)
+    plan = collate([planned[0, i] for i in range(24)])["plan"]
+    assert isinstance(plan, Plan)
+    assert plan.size == 24
+    assert {plan.ints.ndim, plan.floats.ndim} == {1}
+    moved = plan.to(torch.device("cpu"))
+    assert torch.equal(moved.ints, plan.ints)
