@@ -56,7 +56,7 @@ def classify(args: argparse.Namespace, task: str, label: str, seed: int) -> dict
             words += [f"--data.{option}", pets_list(args.out, split)]
         words += ["--data.size", args.pets_size, "--epochs", args.pets_epochs]
         words += ["--batch", 256, "--warmup_epochs", 10]
-    words += ["--data.workers", args.workers, "--eval_every", 20, "--data.on_device", "true"]
+    words += ["--data.workers", args.workers, "--eval_every", 20, "--data.on_device", "pictures"]
     if args.hold_out:
         words += ["--data.hold_out", args.hold_out]
     words += shlex.split(args.settings)

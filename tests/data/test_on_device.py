@@ -13,13 +13,14 @@ from timm.data import auto_augment
 from pale.data import on_device
 from pale.data.draws import seeded
 from pale.data.images import folder
-from pale.data.labelled import Labelled, collate
-from pale.data.on_device import Pictures, Planned
+from pale.data.labelled import Labelled
+from pale.data.on_device import Encoded, Pictures, Planned, collate
 from pale.data.plans import Plan, Planner
 from pale.data.slide import place
-from pale.data.transforms import Augment, TrainTransform
+from pale.data.transforms import Augment, TrainTransform, to_tensor
 from pale.train.evaluate import to_device
 
+CPU = torch.device("cpu")
 FILL = (124, 116, 104)
 
 
@@ -159,11 +160,11 @@ def both(photos, augment, size=48, epochs=3):
     keys = [(epoch, i) for epoch in range(epochs) for i in range(len(photos))]
     known = Labelled(photos, TrainTransform(size, augment), 7)
     pictures = Pictures(photos)
-    planned = Planned(pictures.sizes, photos.labels, Planner(size, augment), 7)
-    batch = to_device(collate([planned[key] for key in keys]), torch.device("cpu"))
+    planned = Planned(photos, Planner(size, augment), 7, pictures.sizes)
+    batch = to_device(collate([planned[key] for key in keys]), CPU)
     assert batch["labels"].tolist() == [known[key][1] for key in keys]
     images = torch.stack([known[key][0] for key in keys])
-    return images.int(), pictures.show(batch["plan"], size).int(), keys
+    return images.int(), pictures.on(CPU).show(batch["plan"], size).int(), keys
 
 
 @pytest.mark.parametrize("name", AUGMENTS)
@@ -219,16 +220,72 @@ def test_what_the_device_cannot_do_is_refused_before_training():
 
 def test_more_pictures_than_memory_are_refused(photos):
     with pytest.raises(
-        ValueError, match=r"at most .* GiB, and the first \d+ of 24 .* set it to false"
+        ValueError, match=r"at most .* GiB, and the first \d+ of 24 .* data.on_device=decoding"
     ):
         Pictures(photos, most=40_000)
 
 
 def test_a_plan_is_two_tensors_and_may_be_pinned(photos):
-    planned = Planned(Pictures(photos).sizes, photos.labels, Planner(32, Augment()), 0)
+    planned = Planned(photos, Planner(32, Augment()), 0, Pictures(photos).sizes)
     plan = collate([planned[0, i] for i in range(24)])["plan"]
     assert isinstance(plan, Plan)
     assert plan.size == 24
     assert {plan.ints.ndim, plan.floats.ndim} == {1}
     moved = plan.to(torch.device("cpu"))
     assert torch.equal(moved.ints, plan.ints)
+
+
+def fails(i):
+    pytest.fail(f"picture {i} was read again")
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Files of all kinds: plain, grey and progressive JPEG; one turned by EXIF, one CMYK, one with transparency."""
+    rng = np.random.default_rng(4)
+    where = tmp_path / "files/class"
+    where.mkdir(parents=True)
+    photo(rng, 60, 80).save(where / "a.jpg", quality=92)
+    photo(rng, 51, 33).convert("L").save(where / "b.jpg")
+    photo(rng, 47, 64).save(where / "c.jpg", progressive=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photo(rng, 40, 70).save(where / "d.jpg", exif=exif)
+    photo(rng, 64, 64).convert("CMYK").save(where / "e.jpg")
+    photo(rng, 30, 41).convert("RGBA").save(where / "f.png")
+    return folder(tmp_path / "files")
+
+
+def test_files_are_decoded_on_the_device_and_what_it_cannot_by_workers(mixed):
+    augment = AUGMENTS["crop alone"]
+    planned = Planned(mixed, Planner(40, augment), 1)
+    batch = to_device(collate([planned[0, i] for i in range(6)]), CPU)
+    files = batch["files"]
+    assert [shape is None for _, shape in files.pieces] == [True, True, True, False, False, False]
+    images = files.decode(CPU, fails).show(batch["plan"], 40)
+    known = Labelled(mixed, TrainTransform(40, augment), 1)
+    expected = torch.stack([known[0, i][0] for i in range(6)])
+    assert (images.int() - expected.int()).abs().max() <= 3
+
+
+def test_a_file_that_cannot_be_decoded_is_told_by_name(mixed):
+    planned = Planned(mixed, Planner(40, AUGMENTS["crop alone"]), 1)
+    whole = (mixed.root / "class/a.jpg").read_bytes()
+    (mixed.root / "class/b.jpg").write_bytes(whole[: len(whole) // 3])  # its head is in order
+    batch = collate([planned[0, i] for i in range(3)])
+    with pytest.raises(ValueError, match=r"b\.jpg: cannot be read as an image"):
+        batch["files"].decode(CPU, lambda i: to_tensor(mixed.image(i)))
+    for content in (b"", b"no picture", whole[:40]):
+        (mixed.root / "class/b.jpg").write_bytes(content)
+        with pytest.raises(ValueError, match=r"b\.jpg: cannot be read as an image"):
+            planned[0, 1]
+    (mixed.root / "class/b.jpg").unlink()
+    with pytest.raises(ValueError, match=r"b\.jpg: there is no such file"):
+        planned[0, 1]
+
+
+def test_a_batch_of_pixels_alone_needs_no_decoder(mixed):
+    planned = Planned(mixed, Planner(40, Augment()), 1)
+    batch = collate([planned[0, i] for i in (3, 4, 5)])
+    assert isinstance(batch["files"], Encoded)
+    assert batch["files"].decode(CPU, fails).show(batch["plan"], 40).shape == (3, 3, 40, 40)

@@ -370,26 +370,28 @@ def test_a_signal_to_the_whole_group_reaches_the_workers_too_and_loses_nothing(t
     assert err == ""
 
 
+@pytest.mark.parametrize("work", ["decoding", "pictures"])
 @pytest.mark.parametrize("make", [tiny, star], ids=["mixed", "token labels"])
-def test_pictures_kept_on_the_device_train_as_those_of_workers_do(tmp_path, make):
+def test_images_made_on_the_device_train_as_those_of_workers_do(tmp_path, make, work):
     def recipe(on_device):
         # Without erasing, whose noise is another there.
         changes = {"data__on_device": on_device, "augment": {"erase": 0.0}, "optim__lr": 1e-3}
         where = () if make is tiny else (tmp_path / f"labels_{on_device}",)
         return make(*where, **changes)
 
-    for on_device in False, True:
-        train(recipe(on_device), tmp_path / str(on_device), ALONE, quiet=True)
+    for on_device in "nothing", work:
+        train(recipe(on_device), tmp_path / on_device, ALONE, quiet=True)
     known, found = (
-        [entry["loss"] for entry in events(tmp_path / str(on_device), "step")]
-        for on_device in (False, True)
+        [entry["loss"] for entry in events(tmp_path / on_device, "step")]
+        for on_device in ("nothing", work)
     )
     assert found == pytest.approx(known, rel=0.02)
     assert found != known  # other pixels by a grey level: it was really another way
 
 
-def test_pictures_kept_on_the_device_resume_to_the_bit(tmp_path):
-    changes = {"data__on_device": True, "data__workers": 2, "epochs": 2}
+@pytest.mark.parametrize("work", ["decoding", "pictures"])
+def test_images_made_on_the_device_resume_to_the_bit(tmp_path, work):
+    changes = {"data__on_device": work, "data__workers": 2, "epochs": 2}
     train(tiny(**changes), tmp_path / "whole", ALONE, quiet=True)
     train(tiny(**changes, saving__every_steps=2), tmp_path / "b", ALONE, quiet=True)
     for path in (tmp_path / "b" / "checkpoints").glob("step_*6"):

@@ -90,6 +90,9 @@ class Source(Protocol):
     def image(self, index: int) -> Image.Image:
         """Picture number `index`."""
 
+    def content(self, index: int) -> bytes:
+        """Its file, as it is."""
+
     def name(self, index: int) -> str:
         """Where it comes from, for messages."""
 
@@ -114,6 +117,13 @@ class Files:
     def image(self, index: int) -> Image.Image:
         """Picture number `index`, RGB."""
         return read_image(self.root / self.paths[index])
+
+    def content(self, index: int) -> bytes:
+        """The file, as it is; empty where there is none."""
+        try:
+            return (self.root / self.paths[index]).read_bytes()
+        except OSError:
+            return b""
 
     def name(self, index: int) -> str:
         """Path of the file."""
@@ -233,6 +243,10 @@ class Part:
     def image(self, index: int) -> Image.Image:
         """Picture number `index` of the part."""
         return self.source.image(self.indices[index])
+
+    def content(self, index: int) -> bytes:
+        """Its file, as it is."""
+        return self.source.content(self.indices[index])
 
     def name(self, index: int) -> str:
         """Where it comes from."""

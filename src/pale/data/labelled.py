@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .draws import seeded
-from .plans import Sketch, gather
 from .scenes import Scenes
 from .stream import Key
 from .transforms import TrainTransform, Transform
 
-# Image (or its plan), class and key; with token labels also their probabilities and classes, and the image's places.
+# Image or `Sketch`, class and key; with token labels also their probabilities and classes, and the image's places.
 Sample = tuple[Any, ...]
 
 
@@ -46,6 +45,10 @@ class SceneImages:
     def image(self, index: int) -> Image.Image:
         """The picture alone."""
         return self.pair(index)[0]
+
+    def content(self, index: int) -> bytes:
+        """Nothing: a scene is drawn, there is no file."""
+        return b""
 
     def name(self, index: int) -> str:
         """For messages."""
@@ -92,18 +95,18 @@ class Labelled(Dataset[Sample]):
 def collate(samples: list[Sample]) -> dict[str, Any]:
     """Stack samples: images uint8 (b, 3, h, w), channels last in memory, labels (b,), keys (b, 2).
 
-    In place of images, where they are yet to be made, their "plan". With token labels also token_scores and
-    token_classes (b, k, h, w) and places (b, 2, 3).
+    With token labels also token_scores and token_classes (b, k, h, w) and places (b, 2, 3).
     """
-    images, labels, keys, *tokens = zip(*samples, strict=True)
-    batch: dict[str, Any] = {"labels": torch.tensor(labels), "keys": torch.tensor(keys)}
-    if isinstance(images[0], Sketch):
-        batch["plan"] = gather(list(images))
-    else:
-        stacked = torch.stack([image.permute(1, 2, 0) for image in images])
-        batch["images"] = stacked.permute(0, 3, 1, 2)
+    images, *others = zip(*samples, strict=True)
+    stacked = torch.stack([image.permute(1, 2, 0) for image in images])
+    return {"images": stacked.permute(0, 3, 1, 2)} | stack(*others)
+
+
+def stack(labels: Any, keys: Any, *tokens: Any) -> dict[str, Any]:
+    """All of a batch but its images."""
     names = ("token_scores", "token_classes", "places")
-    return batch | {name: torch.stack(part) for name, part in zip(names, tokens, strict=False)}
+    rest = {name: torch.stack(part) for name, part in zip(names, tokens, strict=False)}
+    return {"labels": torch.tensor(labels), "keys": torch.tensor(keys)} | rest
 
 
 def make_loader(

@@ -1,4 +1,4 @@
-"""Pictures that stay on the training device, and augmentation there, a batch at a time.
+"""Pictures decoded on the training device or kept there, and augmentation there, a batch at a time.
 
 What Pillow and timm do to one picture on the CPU is done here to many: a pixel may differ by a grey level or two where
 fractions are rounded, and the noise of random erasing is another. Everything is plain PyTorch, on any device.
@@ -6,71 +6,57 @@ fractions are rounded, and the noise of random erasing is another. Everything is
 
 from __future__ import annotations
 
+import io
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from PIL import ExifTags, Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.io import ImageReadMode, decode_jpeg
 
 from ..progress import Track, silent
 from .draws import number, seeded
-from .images import Source
-from .labelled import Sample, cores
-from .plans import Plan, Planner
+from .images import MOST_PIXELS, Source
+from .labelled import Sample, cores, stack
+from .plans import Plan, Planner, Sketch, gather
 from .stream import Key
+from .transforms import to_tensor
 
 MOST_BYTES = 32 * 2**30  # of pictures: more than any small set has, and less than large GPUs do
 
 
-class Pictures:
-    """All pictures of a source, decoded, one after the other in one tensor.
+@dataclass
+class Pixels:
+    """Pictures, one after the other.
 
-    Args:
-        source: the pictures.
-        most: bytes that they may take.
-        track: shows progress.
+    Attributes:
+        flat: uint8, (3, pixels of all).
+        starts: where each begins.
+        widths: of each.
     """
 
-    def __init__(self, source: Source, most: int = MOST_BYTES, track: Track = silent) -> None:
-        def pixels(i: int) -> NDArray[np.uint8]:
-            return np.asarray(source.image(i))
+    flat: Tensor
+    starts: Tensor
+    widths: Tensor
 
-        found: list[NDArray[np.uint8]] = []
-        total = 0
-        with ThreadPoolExecutor(cores()) as pool:
-            for image in track(
-                pool.map(pixels, range(len(source))), "reading pictures", len(source)
-            ):
-                total += image.nbytes
-                if total > most:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise ValueError(
-                        f"data.on_device keeps all pictures in memory, at most {most / 2**30:.3g} GiB, and the first "
-                        f"{len(found)} of {len(source)} are that much; set it to false, or shrink the pictures"
-                    )
-                found.append(image)
-        self.sizes = np.array([image.shape[:2] for image in found])  # height, width
-        areas = self.sizes.prod(1)
-        self.flat = torch.from_numpy(np.concatenate([image.reshape(-1, 3) for image in found]))
-        self.starts = torch.from_numpy(np.concatenate([[0], areas.cumsum()[:-1]]))
-        self.widths = torch.from_numpy(self.sizes[:, 1].copy())
-
-    def to(self, device: torch.device) -> None:
-        """Bring them to the device, once."""
-        if self.flat.device != device:
-            self.flat, self.starts, self.widths = (
-                x.to(device) for x in (self.flat, self.starts, self.widths)
-            )
+    def to(self, device: torch.device) -> Pixels:
+        """On the device."""
+        return Pixels(*(x.to(device) for x in (self.flat, self.starts, self.widths)))
 
     @torch.no_grad()
     def show(self, plan: Plan, size: int) -> Tensor:
-        """The images of a batch, uint8, (b, 3, size, size); the plan is on the pictures' device."""
+        """The images of a batch, uint8, (b, 3, size, size); the plan is on the same device."""
         head = plan.ints[: plan.size * Plan.HEAD].view(plan.size, Plan.HEAD)
         sample, crop, flips, cubic = head[:, 0], head[:, 1:5], head[:, 5:7], head[:, 7]
         images = self._cut(sample, crop, plan.window)
@@ -96,7 +82,96 @@ class Pictures:
         j = torch.arange(window[1], device=crop.device).view(1, 1, -1)
         rows, columns = y + torch.minimum(i, h - 1), x + torch.minimum(j, w - 1)
         start, width = (part[sample].view(-1, 1, 1) for part in (self.starts, self.widths))
-        return self.flat[start + rows * width + columns].permute(0, 3, 1, 2).float()
+        return self.flat[:, start + rows * width + columns].transpose(0, 1).float()
+
+
+def in_a_row(pictures: Sequence[Tensor]) -> Pixels:
+    """Pictures of (3, h, w) one after the other; no waiting for the device."""
+    device = pictures[0].device
+    areas = [picture.shape[1] * picture.shape[2] for picture in pictures]
+    starts = torch.tensor([0, *accumulate(areas[:-1])])
+    widths = torch.tensor([picture.shape[2] for picture in pictures])
+    flat = torch.cat([picture.flatten(1) for picture in pictures], 1)
+    return Pixels(flat, *(x.to(device, non_blocking=True) for x in (starts, widths)))
+
+
+class Pictures:
+    """All pictures of a source, decoded.
+
+    Args:
+        source: the pictures.
+        most: bytes that they may take.
+        track: shows progress.
+    """
+
+    def __init__(self, source: Source, most: int = MOST_BYTES, track: Track = silent) -> None:
+        def pixels(i: int) -> Tensor:
+            return to_tensor(source.image(i))
+
+        found: list[Tensor] = []
+        total = 0
+        with ThreadPoolExecutor(cores()) as pool:
+            reading = pool.map(pixels, range(len(source)))
+            for picture in track(reading, "reading pictures", len(source)):
+                total += picture.nbytes
+                if total > most:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise ValueError(
+                        f"data.on_device=pictures keeps all of them in memory, at most {most / 2**30:.3g} GiB, and the "
+                        f"first {len(found)} of {len(source)} are that much; take data.on_device=decoding, or shrink "
+                        "the pictures"
+                    )
+                found.append(picture)
+        self.sizes = np.array([picture.shape[1:] for picture in found])  # height, width
+        self.pixels = in_a_row(found)
+
+    def on(self, device: torch.device) -> Pixels:
+        """On the device, where they stay."""
+        if self.pixels.flat.device != device:
+            self.pixels = self.pixels.to(device)
+        return self.pixels
+
+
+@dataclass
+class Encoded:
+    """The files of a batch, one after the other; those that a GPU cannot decode are pixels already.
+
+    Attributes:
+        buffer: uint8.
+        pieces: of each picture the number of its bytes, and (3, h, w) where they are pixels.
+    """
+
+    buffer: Tensor
+    pieces: list[tuple[int, tuple[int, ...] | None]]
+
+    def decode(self, device: torch.device, again: Callable[[int], Tensor]) -> Pixels:
+        """The pictures, on the device.
+
+        Args:
+            device: a GPU decodes by nvJPEG.
+            again: reads picture number i of the batch anew, or says what is wrong with it.
+        """
+        parts = self.buffer.split([size for size, _ in self.pieces])
+        files = [i for i, (_, shape) in enumerate(self.pieces) if shape is None]
+        found = [
+            part.view(shape) if shape else part
+            for part, (_, shape) in zip(parts, self.pieces, strict=True)
+        ]
+        try:
+            decoded = decode_all([found[i] for i in files], device) if files else []
+        except RuntimeError:  # it does not say which one
+            decoded = [again(i) for i in files]
+        for i, picture in zip(files, decoded, strict=True):
+            found[i] = picture
+        return in_a_row([picture.to(device, non_blocking=True) for picture in found])
+
+
+def decode_all(files: list[Tensor], device: torch.device) -> list[Tensor]:
+    """JPEG files as (3, h, w), RGB."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchvision means to hand this over to TorchCodec
+        pictures: list[Tensor] = decode_jpeg(files, ImageReadMode.RGB, device)
+    return pictures
 
 
 def grey(x: Tensor) -> Tensor:
@@ -308,36 +383,78 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 
 class Planned(Dataset[Sample]):
-    """Plans for the pictures; the item (epoch, index) is drawn from (seed, epoch, index) alone.
+    """Plans for pictures; the item (epoch, index) is drawn from (seed, epoch, index) alone.
 
     Args:
-        sizes: height and width of each picture.
-        labels: the class of each.
-        planner: draws them.
+        source: the pictures.
+        planner: draws the plans.
         seed: of every draw.
+        sizes: height and width of each picture; without, every item has its file with it.
         token_labels: gives the probabilities and classes of a picture by its number.
     """
 
     def __init__(
         self,
-        sizes: NDArray[np.int64],
-        labels: Sequence[int],
+        source: Source,
         planner: Planner,
         seed: int,
+        sizes: NDArray[np.int64] | None = None,
         token_labels: Callable[[int], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self.sizes, self.labels, self.planner, self.seed = sizes, list(labels), planner, seed
-        self.token_labels = token_labels
+        self.source, self.planner, self.seed, self.sizes = source, planner, seed, sizes
+        self.labels, self.token_labels = list(source.labels), token_labels
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self.labels)
 
     def __getitem__(self, key: Key) -> Sample:
         epoch, index = key
-        height, width = self.sizes[index].tolist()
+        content = None
+        if self.sizes is None:
+            content, (height, width) = encoded(self.source, index)
+        else:
+            height, width = self.sizes[index].tolist()
         with seeded(self.seed, epoch, index):
             sketch = self.planner.plan(index, width, height, number(self.seed, epoch, index))
+        sketch.content = content
         sample = sketch, self.labels[index], key
         if self.token_labels is None:
             return sample
         return *sample, *self.token_labels(index), torch.from_numpy(sketch.places)
+
+
+def encoded(source: Source, index: int) -> tuple[Tensor, tuple[int, int]]:
+    """A file as it is where a GPU can decode it, else its pixels; and height and width."""
+    content = source.content(index)
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            plain = image.format == "JPEG" and image.mode in ("RGB", "L")
+            turned = plain and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+            if plain and not turned and image.width * image.height <= MOST_PIXELS:
+                file = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                return file, (image.height, image.width)
+    except (OSError, SyntaxError, ValueError):
+        pass  # what is wrong is said below
+    pixels = to_tensor(source.image(index)).contiguous()
+    return pixels, (pixels.shape[1], pixels.shape[2])
+
+
+def join(sketches: list[Sketch]) -> Encoded:
+    """The contents of a batch in one; the plans then speak of the batch's pictures, not of the source's."""
+    pieces: list[tuple[int, tuple[int, ...] | None]] = []
+    for i, sketch in enumerate(sketches):
+        assert sketch.content is not None
+        shape = tuple(sketch.content.shape) if sketch.content.ndim == 3 else None
+        pieces.append((sketch.content.numel(), shape))
+        sketch.sample = i
+    contents = [sketch.content.flatten() for sketch in sketches if sketch.content is not None]
+    return Encoded(torch.cat(contents), pieces)
+
+
+def collate(samples: list[Sample]) -> dict[str, Any]:
+    """As `labelled.collate`, with a "plan" in place of images, and "files" where the pictures come with it."""
+    sketches, *others = zip(*samples, strict=True)
+    batch = stack(*others)
+    if sketches[0].content is not None:
+        batch["files"] = join(list(sketches))
+    return batch | {"plan": gather(list(sketches))}

@@ -1,7 +1,7 @@
 """What training will do to a picture, drawn but not done: for pictures that are kept on the device.
 
 The draws are those of `TrainTransform`, number by number, so a sample of an epoch looks the same wherever it is made.
-A worker draws plans in a tenth of the time that it takes to carry them out; `Pictures.show` carries out a batch.
+A worker draws plans in a tenth of the time that it takes to carry them out; `Pixels.show` carries out a batch.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Sketch:
     boxes: list[tuple[int, int, int, int]]  # y, x, height, width: erased
     key: int  # of the noise in them
     places: NDArray[np.float32]  # as `TrainTransform.see` gives them
+    content: Tensor | None = None  # where the picture comes with its plan: a file, or pixels
 
 
 class Recorder:

@@ -172,12 +172,16 @@ class Shards:
 
     def image(self, index: int) -> Image.Image:
         """Picture number `index`, RGB."""
+        return decode(io.BytesIO(self.content(index)), self.name(index))
+
+    def content(self, index: int) -> bytes:
+        """Its file, as it is."""
         shard = int(self.index.shard[index])
         if shard not in self._files:
             self._files[shard] = os.open(self.folder / self.index.tars[shard], os.O_RDONLY)
         # A read at a place, not a seek: processes that share the file do not disturb each other.
         size, offset = int(self.index.size[index]), int(self.index.offset[index])
-        return decode(io.BytesIO(os.pread(self._files[shard], size, offset)), self.name(index))
+        return os.pread(self._files[shard], size, offset)
 
     def name(self, index: int) -> str:
         """Shard and key."""

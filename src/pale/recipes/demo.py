@@ -17,9 +17,8 @@ from ..tasks.detection.mask_rcnn import Heads
 from . import pets, small_data
 from .schema import Classification, Detection, Optim, Segmentation
 
-
 PETS = Data(
-    kind="pets", train="trainval", val="test", size=160, crop=1.0, workers=14, on_device=True
+    kind="pets", train="trainval", val="test", size=160, crop=1.0, workers=14, on_device="pictures"
 )
 
 
@@ -97,7 +96,7 @@ def pale_t_tiny_imagenet() -> Classification:
     """Pale-T from scratch on folders of 64 px pictures such as tiny-imagenet-50, shown at 128; for one large GPU."""
     return vary(
         small_data.pale_t(),
-        data={"workers": 14, "on_device": True},
+        data={"workers": 14, "on_device": "pictures"},
         eval_every=20,
         cuda_graph=True,
     )

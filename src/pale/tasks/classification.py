@@ -14,15 +14,16 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from .. import weights as weight_files
+from ..data import on_device
 from ..data.images import Source, folder, hold_out, list_file, pets
 from ..data.labelled import Labelled, SceneImages, collate
 from ..data.mixing import Mix, Mixer, TokenMixer
 from ..data.on_device import Pictures, Planned
-from ..data.plans import Planner
+from ..data.plans import Planner, Sketch
 from ..data.scenes import Scenes
 from ..data.shards import Shards
 from ..data.token_labels import TokenLabelStore
-from ..data.transforms import Augment, eval_transform, normalise, train_transform
+from ..data.transforms import Augment, eval_transform, normalise, to_tensor, train_transform
 from ..layers import TokenMix
 from ..pale_transformer import VARIANTS, AttentionMode, PaleTransformer, Position
 from ..progress import bar
@@ -106,8 +107,9 @@ class Data(Settings):
     samples: int = Field(default=4096, ge=1)  # scenes: how many to train on
     val_samples: int = Field(default=1024, ge=1)
     workers: int = Field(default=4, ge=0)  # processes that read pictures, for each training process
-    # Keep all training pictures, decoded, on the training device, and augment them there: for sets that fit.
-    on_device: bool = False
+    # What the training device does beside training: decode JPEG files and augment them, or keep all pictures, decoded
+    # once, and augment them.
+    on_device: Literal["nothing", "decoding", "pictures"] = "nothing"
 
     def train_source(self, seed: int) -> Source:
         """Training pictures."""
@@ -219,10 +221,12 @@ class ClassificationTask:
         """Training pictures, augmented, with their token labels where there is a store."""
         assert self.train_source is not None
         source, labels = self.train_source, self.store.labels if self.store is not None else None
-        if self.data.on_device:
+        if self.data.on_device != "nothing":
             planner = Planner(self.data.size, self.augment)
-            self.pictures = Pictures(source, track=bar)
-            return Planned(self.pictures.sizes, source.labels, planner, self.seed, labels)
+            if self.data.on_device == "pictures":
+                self.pictures = Pictures(source, track=bar)
+            sizes = None if self.pictures is None else self.pictures.sizes
+            return Planned(source, planner, self.seed, sizes, labels)
         return Labelled(source, train_transform(self.data.size, self.augment), self.seed, labels)
 
     def val_data(self) -> Labelled:
@@ -231,8 +235,9 @@ class ClassificationTask:
         return Labelled(self.val_source, transform, self.seed)
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
-        """Images, labels, keys."""
-        return collate(samples)
+        """Images (or plans for them), labels, keys."""
+        planned = isinstance(samples[0][0], Sketch)
+        return on_device.collate(samples) if planned else collate(samples)
 
     def prepare(self, batch: dict[str, Any], step: int | None) -> dict[str, Any]:
         """Normalised images; in training mixed, with soft labels as "targets".
@@ -242,10 +247,7 @@ class ClassificationTask:
         which is the same sum.
         """
         if "plan" in batch:
-            assert self.pictures is not None
-            plan = batch.pop("plan")
-            self.pictures.to(plan.ints.device)
-            batch["images"] = self.pictures.show(plan, self.data.size)
+            batch["images"] = self._pixels(batch).show(batch.pop("plan"), self.data.size)
         images = normalise(batch["images"])
         if step is None:
             return batch | {"images": images}
@@ -253,6 +255,16 @@ class ClassificationTask:
             return batch | {"images": images} | self._prepare_tokens(batch, step)
         images, targets = self.mixer(images, batch["labels"], step)
         return batch | {"images": images, "targets": targets}
+
+    def _pixels(self, batch: dict[str, Any]) -> on_device.Pixels:
+        """The pictures of which a batch's plan speaks, on its device."""
+        device, source = batch["plan"].ints.device, self.train_source
+        if self.pictures is not None:
+            return self.pictures.on(device)
+        assert source is not None
+        samples = batch["keys"][:, 1].tolist()
+        files: on_device.Encoded = batch.pop("files")
+        return files.decode(device, lambda i: to_tensor(source.image(samples[i])))
 
     def _prepare_tokens(self, batch: dict[str, Any], step: int) -> dict[str, Any]:
         assert self.token_mix is not None
