@@ -289,3 +289,34 @@ def test_a_batch_of_pixels_alone_needs_no_decoder(mixed):
     batch = collate([planned[0, i] for i in (3, 4, 5)])
     assert isinstance(batch["files"], Encoded)
     assert batch["files"].decode(CPU, fails).show(batch["plan"], 40).shape == (3, 3, 40, 40)
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_images_without_waiting(photos):
+    device = torch.device("cuda")
+    pictures = Pictures(photos)
+    planned = Planned(photos, Planner(48, Augment()), 7, pictures.sizes)
+    plan = collate([planned[1, i] for i in range(len(photos))])["plan"]
+    expected = pictures.on(CPU).show(plan, 48).int()
+    there = pictures.on(device)
+    there.show(plan.to(device), 48)  # what is kept for later is made
+    moved = plan.pin_memory().to(device, non_blocking=True)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        found = there.show(moved, 48)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    difference = (found.cpu().int() - expected).abs().float()
+    assert (difference <= 2).float().mean() > 0.97
+    assert torch.equal(found, there.show(moved, 48))
+
+
+@pytest.mark.gpu
+def test_a_gpu_decodes_files(mixed):
+    planned = Planned(mixed, Planner(40, AUGMENTS["crop alone"]), 1)
+    batch = collate([planned[0, i] for i in range(6)])
+    expected = batch["files"].decode(CPU, fails).show(batch["plan"], 40)
+    device = torch.device("cuda")
+    found = batch["files"].decode(device, fails).show(batch["plan"].to(device), 40)
+    # nvJPEG's inverse transform and its colours of half the resolution are not libjpeg's.
+    assert (found.cpu().int() - expected.int()).abs().float().mean() < 3

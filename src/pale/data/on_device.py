@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.io import ImageReadMode, decode_jpeg
@@ -31,7 +30,7 @@ from .images import MOST_PIXELS, Source
 from .labelled import Sample, cores, stack
 from .plans import Plan, Planner, Sketch, gather
 from .stream import Key
-from .transforms import to_tensor
+from .transforms import statistics, to_tensor
 
 MOST_BYTES = 32 * 2**30  # of pictures: more than any small set has, and less than large GPUs do
 
@@ -235,9 +234,8 @@ def contrast(images: Tensor, amounts: Tensor) -> Tensor:
 def sharpness(images: Tensor, amounts: Tensor) -> Tensor:
     """Towards a smooth image, or away from it; pixels at the edge stay."""
     smooth = images.clone()
-    kernel = torch.tensor([[1.0, 1, 1], [1, 5, 1], [1, 1, 1]], device=images.device) / 13
-    inner = F.conv2d(images.flatten(0, 1).unsqueeze(1), kernel[None, None])
-    smooth[:, :, 1:-1, 1:-1] = grey(inner).unflatten(0, images.shape[:2]).squeeze(2)
+    around = F.avg_pool2d(images, 3, 1, divisor_override=1)
+    smooth[:, :, 1:-1, 1:-1] = grey((around + 4 * images[:, :, 1:-1, 1:-1]) / 13)
     return blend(smooth, images, amounts[:, 0])
 
 
@@ -356,11 +354,8 @@ def erase(images: Tensor, boxes: Tensor) -> Tensor:
     i = torch.arange(h, device=images.device).view(1, 1, -1, 1)
     j = torch.arange(w, device=images.device).view(1, 1, 1, -1)
     inside = (i >= y) & (i < y + height) & (j >= x) & (j < x + width)
-    mean, std = (
-        255 * torch.tensor(x, device=images.device).view(1, 3, 1, 1)
-        for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
-    )
-    noise = (normal(keys.view(-1), 3 * h * w).view(-1, 3, h, w) * std + mean).round_()
+    mean, std = statistics(images.device)
+    noise = (normal(keys.view(-1), 3 * h * w).view(-1, 3, h, w) * std + mean).mul_(255).round_()
     chosen = images[where.view(-1)]
     images[where.view(-1)] = torch.where(inside, noise.clamp_(0, 255), chosen)
     return images

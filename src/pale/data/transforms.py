@@ -216,11 +216,12 @@ def eval_transform(size: int, crop: float, interpolation: str = "bicubic") -> Tr
 
 def normalise(images: Tensor) -> Tensor:
     """Uint8 (b, 3, h, w) -> float32, with the mean and deviation of ImageNet."""
-    mean, std = _statistics(images.device)
+    mean, std = statistics(images.device)
     return (images.float() / 255 - mean) / std
 
 
 @cache  # making them anew would have the CPU wait for a GPU
-def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+def statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+    """ImageNet's mean and deviation, (3, 1, 1)."""
     mean = torch.tensor(IMAGENET_DEFAULT_MEAN, device=device).view(3, 1, 1)
     return mean, torch.tensor(IMAGENET_DEFAULT_STD, device=device).view(3, 1, 1)
