@@ -6,6 +6,9 @@
 
 DATA holds tiny-imagenet-50/ and oxford-iiit-pet/. What is done already is not done again, so a run that was cut off
 goes on. With --hold-out, validation is on a share of the training images, and the val images are not read.
+
+"tokens" is tiny-imagenet-50 again, with MixToken, and with MixToken and the token labels of a teacher: the first seed
+of "tiny", trained here.
 """
 
 import argparse
@@ -13,7 +16,7 @@ import json
 import shlex
 from pathlib import Path
 
-from common import arguments, curves, made, mean, speeds, summary, trained, write
+from common import alone, arguments, curves, made, mean, pale, speeds, summary, trained, write
 
 MODELS = {
     "pale_t": "pale_tiny",
@@ -21,47 +24,58 @@ MODELS = {
     "convnext_t": "convnext_tiny",
     "resnet50": "resnet50",
 }
-PLANS = {"tiny": list(MODELS), "pets": ["pale_t", "swin_t", "convnext_t"]}
-
-
-LISTS = {"train": "trainval", "val": "test"}
-
-
-def pets_list(out: Path, split: str) -> Path:
-    return out.resolve() / f"pets_{split}.txt"
-
-
-def write_pets_lists(root: Path, out: Path) -> None:
-    """Lists of pictures and breeds from those of the data set."""
-    for split in LISTS.values():
-        lines = [
-            line.split()[0]
-            for line in (root / f"annotations/{split}.txt").read_text().splitlines()
-            if line and not line.startswith("#")
-        ]
-        told = "".join(f"images/{n}.jpg {n.rpartition('_')[0]}\n" for n in lines)
-        pets_list(out, split).write_text(told)
+TOKENS = {
+    "pale_t mixtoken": [
+        "small_data.pale_t",
+        "--mix.mixup",
+        0,
+        "--mix.cutmix",
+        0,
+        "--mix.tokens",
+        1,
+    ],
+    "pale_t mixtoken, token labels": ["small_data.pale_t_star"],
+}
+PLANS = {"tiny": list(MODELS), "pets": ["pale_t", "swin_t", "convnext_t"], "tokens": list(TOKENS)}
 
 
 def classify(args: argparse.Namespace, task: str, label: str, seed: int) -> dict:
-    words = ["small_data.pale_t", "--model.name", MODELS[label], "--seed", seed]
+    words: list[object] = list(TOKENS.get(label, ["small_data.pale_t"]))
+    words += ["--model.name", MODELS.get(label, "pale_tiny"), "--seed", seed]
     if label == "swin_t":
         size = args.pets_size if task == "pets" else 128
         words += ["--model.options", json.dumps({"img_size": size})]
-    if task == "tiny":
-        words += ["--data.root", args.data / "tiny-imagenet-50"]
-    else:
-        words += ["--data.kind", "list", "--data.root", args.data / "oxford-iiit-pet"]
-        for option, split in LISTS.items():
-            words += [f"--data.{option}", pets_list(args.out, split)]
+    if words[0] == "small_data.pale_t_star":
+        words += ["--token_labels.store", token_labels(args)]
+    if task == "pets":
+        words += ["--data.kind", "pets", "--data.root", args.data / "oxford-iiit-pet"]
+        words += ["--data.train", "trainval", "--data.val", "test"]
         words += ["--data.size", args.pets_size, "--epochs", args.pets_epochs]
         words += ["--batch", 256, "--warmup_epochs", 10]
+    else:
+        words += ["--data.root", args.data / "tiny-imagenet-50"]
     words += ["--data.workers", args.workers, "--eval_every", 20, "--data.on_device", "pictures"]
     if args.hold_out:
         words += ["--data.hold_out", args.hold_out]
     words += shlex.split(args.settings)
-    run = trained(args.out / f"{task}_{label}_{seed}", *words, jobs=args.jobs)
+    name = f"{task}_{label}_{seed}".replace(", ", "_").replace(" ", "_")
+    run = trained(args.out / name, *words, jobs=args.jobs)
     return {"task": task, "model": label, "seed": seed} | summary(run)
+
+
+def token_labels(args: argparse.Namespace) -> Path:
+    """A store of the first run's labels."""
+    teacher = args.out / classify(args, "tiny", "pale_t", 0)["run"]
+    store = args.out / "token_labels"
+    with alone(store):
+        root, part = args.data / "tiny-imagenet-50", ["--data.hold_out", args.hold_out]
+        pale(
+            *("token-labels", "make", "--model", teacher, "--output", store, "--data.root", root),
+            *(part if args.hold_out else []),
+            run=store,
+            jobs=args.jobs,
+        )
+    return store
 
 
 def table(rows: list[dict]) -> str:
@@ -70,7 +84,7 @@ def table(rows: list[dict]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for task in PLANS:
-        for label in MODELS:
+        for label in PLANS[task]:
             if not (mine := [r for r in rows if r["task"] == task and r["model"] == label]):
                 continue
             cells = [mean([r["val"][name] for r in mine]) for name in ("top1", "top5")]
@@ -100,12 +114,10 @@ def main() -> None:
         for task, labels in PLANS.items()
         for label in labels
         if seed < (args.seeds if label == "pale_t" else args.peer_seeds)
-        and label in args.models
+        and (label in args.models or task == "tokens")
         and args.only in (None, task)
     ]
     args.out.mkdir(parents=True, exist_ok=True)
-    if any(task == "pets" for task, _, _ in plan):
-        write_pets_lists(args.data / "oxford-iiit-pet", args.out)
 
     def report(rows: list[dict]) -> str:
         write(args.out, "small_data", args, rows, text := table(rows))
