@@ -28,7 +28,9 @@ OUTSIDE = {
     "benchmarks/results/h200.md": "results/h200.md",
     "benchmarks/results/h200.json": "results/h200.json",
     "benchmarks/results/attention_op_h200.md": "results/attention_op_h200.md",
+    "benchmarks/results/learning_h200.json": "results/learning_h200.json",
     "benchmarks/results/cpu.md": "results/cpu.md",
+    "benchmarks/results/onnx_cpu.md": "results/onnx_cpu.md",
     "examples/onnx_predict.py": "examples/onnx_predict.py",
 }
 LINK = re.compile(r"(\]\()([^)#\s]+)([)#])")
