@@ -40,6 +40,8 @@ def pretrained(args: argparse.Namespace, label: str) -> Path:
         "--warmup_epochs", 1,
         "--eval_every", args.pretrain_epochs,
         "--data.workers", args.workers,
+        "--data.on_device", "pictures",
+        "--cuda_graph", "true",
         jobs=args.jobs,
     )  # fmt: skip
 
