@@ -126,8 +126,7 @@ class Pictures:
 
     def on(self, device: torch.device) -> Pixels:
         """On the device, where they stay."""
-        if self.pixels.flat.device != device:
-            self.pixels = self.pixels.to(device)
+        self.pixels = self.pixels.to(device)
         return self.pixels
 
 
