@@ -63,7 +63,7 @@ class Recorder:
             name = getattr(function, "__name__", function)
             raise ValueError(
                 f"augment.auto asks for {name}, which is done to pictures on the CPU alone; set "
-                "data.on_device to false, or choose a policy without it"
+                "data.on_device to nothing, or choose a policy without it"
             )
         self.function, self.name, self.planner = function, NAMES[function], planner
 
@@ -90,7 +90,9 @@ class JitterRecorder:
 
     def __init__(self, jitter: ColorJitter, planner: Planner) -> None:
         if jitter.hue is not None:
-            raise ValueError("a jitter of hues is done to pictures on the CPU alone")
+            raise ValueError(
+                "a jitter of hues is done to pictures on the CPU alone; set data.on_device to nothing"
+            )
         self.jitter, self.planner = jitter, planner
 
     def __call__(self, image: Image.Image) -> Image.Image:
@@ -113,8 +115,8 @@ class Planner(TrainTransform):
     def __init__(self, size: int, augment: Augment) -> None:
         if augment.interpolation not in ("bilinear", "bicubic", "random"):
             raise ValueError(
-                "augment.interpolation must be bilinear, bicubic or random where data.on_device is true, "
-                f"got {augment.interpolation!r}"
+                "augment.interpolation must be bilinear, bicubic or random for images made on the device, "
+                f"got {augment.interpolation!r}; change it, or set data.on_device to nothing"
             )
         super().__init__(size, augment)
         self.steps: list[Step] = []
@@ -127,7 +129,7 @@ class Planner(TrainTransform):
             else:
                 raise ValueError(
                     f"augment.auto={augment.auto!r} needs {type(step).__name__}, which is done to pictures on the CPU "
-                    "alone; set data.on_device to false"
+                    "alone; set data.on_device to nothing"
                 )
         # Without noise: the device makes its own.
         self.boxes = RandomErasing(augment.erase, mode="const", device="cpu")

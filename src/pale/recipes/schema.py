@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -144,9 +145,9 @@ class Recipe(Settings):
             )
         return self
 
+    @abstractmethod
     def task(self, classes: Sequence[str] | None = None) -> Task:
         """The task that the recipe describes; with `classes`, for evaluation alone."""
-        raise NotImplementedError
 
     def started_from(self, path: Path) -> Self:
         """The recipe with a backbone that starts from a classifier's weights."""
@@ -162,9 +163,9 @@ class Recipe(Settings):
                 raise ValueError(f"the recipe {self.name} needs {name}; give --{name} VALUE{hint}")
 
     @property
+    @abstractmethod
     def workers(self) -> int:
         """Reading processes for each training process."""
-        raise NotImplementedError
 
     @property
     def peak_lr(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,9 @@ class DenseModel(Model):
             )
         return self
 
+    @abstractmethod
     def network(self, classes: int, size: int | tuple[int, int]) -> nn.Module:
         """The model with random weights."""
-        raise NotImplementedError
 
     def build(self, classes: int, size: int | tuple[int, int]) -> Any:
         """The model, with its weights loaded where some are named."""

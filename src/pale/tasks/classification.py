@@ -18,7 +18,6 @@ from ..data import on_device
 from ..data.images import Source, folder, hold_out, list_file, pets
 from ..data.labelled import Labelled, SceneImages, collate
 from ..data.mixing import Mix, Mixer, TokenMixer
-from ..data.on_device import Pictures, Planned
 from ..data.plans import Planner, Sketch
 from ..data.scenes import Scenes
 from ..data.shards import Shards
@@ -182,7 +181,7 @@ class ClassificationTask:
         # What the model's first stage asks in training; none: it gives class logits alone.
         self.token_mix: TokenMix | None = None
         self.maps: list[tuple[int, int]] = []
-        self.pictures: Pictures | None = None  # where data.on_device keeps them
+        self.pictures: on_device.Pictures | None = None  # where data.on_device keeps them
         if self.train_source is not None and (mix.tokens or self.token_labels.store is not None):
             self._begin_tokens(self.train_source)
 
@@ -217,16 +216,16 @@ class ClassificationTask:
             self.maps = model.config.maps(self.data.size, self.data.size)
         return model
 
-    def train_data(self) -> Labelled | Planned:
+    def train_data(self) -> Labelled | on_device.Planned:
         """Training pictures, augmented, with their token labels where there is a store."""
         assert self.train_source is not None
         source, labels = self.train_source, self.store.labels if self.store is not None else None
         if self.data.on_device != "nothing":
             planner = Planner(self.data.size, self.augment)
             if self.data.on_device == "pictures":
-                self.pictures = Pictures(source, track=bar)
+                self.pictures = on_device.Pictures(source, track=bar)
             sizes = None if self.pictures is None else self.pictures.sizes
-            return Planned(source, planner, self.seed, sizes, labels)
+            return on_device.Planned(source, planner, self.seed, sizes, labels)
         return Labelled(source, train_transform(self.data.size, self.augment), self.seed, labels)
 
     def val_data(self) -> Labelled:

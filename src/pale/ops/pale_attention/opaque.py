@@ -11,13 +11,12 @@ from torch import Tensor
 from .region import Region
 
 Attend = Callable[[Tensor, Tensor, Tensor, Region], Tensor]
-Operator = Callable[[Tensor, Tensor, Tensor, Region], Tensor]
 
 _library = torch.library.Library("pale", "FRAGMENT")
 _REGION = "int s_r, int s_c, str scope, str grouping"
 
 
-def operator(name: str, attend: Attend) -> Operator:
+def operator(name: str, attend: Attend) -> Attend:
     """Registers `attend` as pale::<name>_attention; gives what calls it.
 
     The backward runs `attend` again and differentiates it, so that every device keeps PyTorch's own backward kernels.
