@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import textwrap
 import time
+from concurrent.futures import as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,7 +217,7 @@ def row(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
 
 
 def ahead(args: argparse.Namespace, plan: list[tuple[str, str, int]]) -> None:
-    """Train all of a plan, several at once: classifiers first, as the others start from them.
+    """Train all of a plan, several at once: classifiers first, and what starts from one as soon as it is there.
 
     Rows are not made here, but for the packed classifier that our segmenter and detector start from; what fails, or
     is stopped, is told by who makes them.
@@ -225,21 +226,19 @@ def ahead(args: argparse.Namespace, plan: list[tuple[str, str, int]]) -> None:
     first = [item for item in plan if item[0] == "classify"]
     rest = [item for item in plan if item[0] != "classify"]
     if not args.scratch:  # those that the rest starts from, asked for or not
-        before = [("classify", model, seed) for _, model, seed in rest]
-        before = [item for item in before if not packs(args, *item[1:]) or not known(args, *item)]
-        first = list(dict.fromkeys(first + before))
-    at_once(args, first)
-    if not args.scratch and any(packs(args, model, seed) for _, model, seed in rest):
-        try:
-            row(args, "classify", OURS, 0)
-        except (StoppedError, RuntimeError):
-            rest = [item for item in rest if not packs(args, *item[1:])]
-    at_once(args, rest)
-
-
-def at_once(args: argparse.Namespace, plan: list[tuple[str, str, int]]) -> None:
+        first = list(dict.fromkeys(first + [("classify", model, seed) for _, model, seed in rest]))
     with pool(args.jobs) as executor:
-        for future in [executor.submit(trained, args, *item) for item in plan]:
+        begun = {executor.submit(trained, args, *item): item for item in first}
+        after = [executor.submit(trained, args, *item) for item in rest if args.scratch]
+        for future in as_completed(begun):
+            _, *which = item = begun[future]
+            with suppress(StoppedError, RuntimeError):
+                future.result()
+                followers = [] if args.scratch else [i for i in rest if list(i[1:]) == which]
+                if followers and packs(args, *which):
+                    row(args, *item)
+                after += [executor.submit(trained, args, *follower) for follower in followers]
+        for future in after:
             with suppress(StoppedError, RuntimeError):
                 future.result()
 
@@ -483,7 +482,7 @@ def main() -> None:
         "--only", type=words_of, default=list(PLANS), help="classify,segment,detect"
     )
     parser.add_argument(
-        "--peers", type=words_of, default=["edgenext_x_small"], help="models of timm's, or ''"
+        "--peers", type=words_of, default=["convnext_zepto_rms"], help="models of timm's, or ''"
     )
     parser.add_argument("--seeds", type=int, default=1, help="of ours; 0 is what is packed")
     parser.add_argument("--peer-seeds", type=int, default=1)

@@ -1,6 +1,16 @@
-"""Augmentation on the device against Pillow's and timm's on one picture."""
+"""Augmentation on the device against Pillow's and timm's on one picture.
+
+In plain PyTorch, and by kernels: on a GPU, and on the CPU in Triton's interpreter, which has to be chosen before the
+kernels are defined, so `test_everything_in_the_interpreter` runs this module once more in a process of its own.
+"""
 
 from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +20,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from timm.data import auto_augment
 
-from pale.data import on_device
+from pale.data import augmenting
+from pale.data.augmenting import show
 from pale.data.draws import seeded
 from pale.data.images import folder
 from pale.data.labelled import Labelled
@@ -18,6 +29,7 @@ from pale.data.on_device import Encoded, Pictures, Planned, collate
 from pale.data.plans import Plan, Planner
 from pale.data.slide import place
 from pale.data.transforms import Augment, TrainTransform, to_tensor
+from pale.ops.kernels import AVAILABLE, INTERPRETED, launches
 from pale.train.evaluate import to_device
 
 CPU = torch.device("cpu")
@@ -72,7 +84,7 @@ def test_operations_on_colours_are_pillows(function, amounts):
         .astype(np.uint8)
     )
     images = [photo(rng, 31, 31), photo(rng, 31, 31), flat, two]
-    ours = on_device.OPERATIONS[NAMES.get(function, function.__name__)](
+    ours = augmenting.OPERATIONS[NAMES.get(function, function.__name__)](
         as_batch(*images), torch.tensor([amounts or (0,)] * 4, dtype=torch.float64)
     )
     difference = (ours - as_batch(*(function(i, *amounts) for i in images))).abs()
@@ -102,7 +114,7 @@ def test_operations_on_places_are_pillows(function, amount, resample):
         resample == Image.Resampling.BICUBIC,
         *FILL,
     ]
-    ours = on_device.affine(as_batch(*images), torch.tensor([numbers] * 2, dtype=torch.float64))
+    ours = augmenting.affine(as_batch(*images), torch.tensor([numbers] * 2, dtype=torch.float64))
     theirs = as_batch(*(function(i, amount, resample=resample, fillcolor=FILL) for i in images))
     difference = (ours - theirs).abs()
     assert (difference > 1).float().mean() < 0.002  # a place on the very edge may fall outside
@@ -120,7 +132,7 @@ def test_operations_on_places_are_pillows(function, amount, resample):
 def test_resizing_is_torchs_with_antialiasing(length, more, size, mode, flip):
     row = torch.rand(1, 1, 1, length) * 255
     expected = torch.nn.functional.interpolate(row, (1, size), mode=mode, antialias=True)[0, 0, 0]
-    w = on_device.weights(
+    w = augmenting.weights(
         torch.tensor([length]),
         length + more,
         size,
@@ -164,7 +176,7 @@ def both(photos, augment, size=48, epochs=3):
     batch = to_device(collate([planned[key] for key in keys]), CPU)
     assert batch["labels"].tolist() == [known[key][1] for key in keys]
     images = torch.stack([known[key][0] for key in keys])
-    return images.int(), pictures.on(CPU).show(batch["plan"], size).int(), keys
+    return images.int(), show(pictures.on(CPU), batch["plan"], size).int(), keys
 
 
 @pytest.mark.parametrize("name", AUGMENTS)
@@ -189,7 +201,7 @@ def test_random_erasing_is_where_timm_puts_it_and_normal_noise(photos):
     assert (ours != unerased).float().mean() > 0.02
     first, again = (both(photos, augment)[1] for _ in range(2))
     assert torch.equal(first, again)
-    other = on_device.normal(torch.tensor([5, 6]), 200_000)
+    other = augmenting.normal(torch.tensor([5, 6]), 200_000)
     assert other.mean(1).abs().max() < 0.01
     assert (other.std(1) - 1).abs().max() < 0.01
     assert abs(float((other[0] * other[1]).mean())) < 0.01
@@ -262,7 +274,7 @@ def test_files_are_decoded_on_the_device_and_what_it_cannot_by_workers(mixed):
     batch = to_device(collate([planned[0, i] for i in range(6)]), CPU)
     files = batch["files"]
     assert [shape is None for _, shape in files.pieces] == [True, True, True, False, False, False]
-    images = files.decode(CPU, fails).show(batch["plan"], 40)
+    images = show(files.decode(CPU, fails), batch["plan"], 40)
     known = Labelled(mixed, TrainTransform(40, augment), 1)
     expected = torch.stack([known[0, i][0] for i in range(6)])
     assert (images.int() - expected.int()).abs().max() <= 3
@@ -288,7 +300,79 @@ def test_a_batch_of_pixels_alone_needs_no_decoder(mixed):
     planned = Planned(mixed, Planner(40, Augment()), 1)
     batch = collate([planned[0, i] for i in (3, 4, 5)])
     assert isinstance(batch["files"], Encoded)
-    assert batch["files"].decode(CPU, fails).show(batch["plan"], 40).shape == (3, 3, 40, 40)
+    assert show(batch["files"].decode(CPU, fails), batch["plan"], 40).shape == (3, 3, 40, 40)
+
+
+needs_triton = pytest.mark.skipif(not AVAILABLE, reason="Triton is not installed")
+EVERYTHING = Augment(auto="rand-m9-n4-mstd0.5-inc1", erase=0.5, vertical_flip=0.5)
+
+
+@needs_triton
+@pytest.mark.skipif(not INTERPRETED, reason="kernels take CPU tensors in the interpreter alone")
+@pytest.mark.parametrize("size", [9, 33, 130])
+def test_kernels_make_the_images_of_plain_pytorch(photos, size):
+    pictures = Pictures(photos)
+    planned = Planned(photos, Planner(size, EVERYTHING), 3, pictures.sizes)
+    plan = collate([planned[2, i] for i in range(24)])["plan"]
+    assert {name for name, *_ in plan.steps} == set(augmenting.OPERATIONS)
+    launches.clear()
+    ours = show(pictures.on(CPU), plan, size)
+    turns = {"look_up_tables": plan.turns, "operate": plan.turns}
+    assert launches == {"crop_rows": 1, "crop_columns": 1, "erase": 1} | turns
+    plain = augmenting.show_plain(pictures.on(CPU), plan, size)
+    difference = (ours.int() - plain.int()).abs().float()
+    assert (difference > 0).float().mean() < 0.01
+    assert difference.mean((1, 2, 3)).max() < 1
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+@pytest.mark.parametrize("capability", [75, 90])
+def test_kernels_compile(photos, monkeypatch, capability):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    compiled = []
+
+    def build(module, name, grid, *args, options, **constants):
+        kinds = {torch.uint8: "*u8", torch.int64: "*i64", torch.float64: "*fp64"}
+        kinds[torch.float32] = "*fp32"
+        kernel = getattr(importlib.import_module(module), name)
+        given = [kinds[x.dtype] if isinstance(x, torch.Tensor) else "i32" for x in args]
+        given += ["constexpr"] * len(constants)
+        signature = dict(zip(kernel.arg_names, given, strict=True))
+        source = ASTSource(kernel, signature, constants)
+        options = options | {"enable_fp_fusion": True}
+        triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        compiled.append(name)
+
+    monkeypatch.setattr(augmenting, "launch", build)
+    pictures = Pictures(photos)
+    planned = Planned(photos, Planner(48, EVERYTHING), 3, pictures.sizes)
+    plan = collate([planned[2, i] for i in range(24)])["plan"]
+    augmenting.show_fused(pictures.on(CPU), plan, 48)
+    assert set(compiled) == {"crop_rows", "crop_columns", "look_up_tables", "operate", "erase"}
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is it")
+def test_everything_in_the_interpreter():
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("PYTEST_XDIST_WORKER", None)
+    # The numpy of the interpreter warns of numbers that run over, which the noise means.
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::RuntimeWarning"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, __file__],
+        cwd=Path(__file__).parents[2],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
 
 
 @pytest.mark.gpu
@@ -297,26 +381,26 @@ def test_a_gpu_makes_the_same_images_without_waiting(photos):
     pictures = Pictures(photos)
     planned = Planned(photos, Planner(48, Augment()), 7, pictures.sizes)
     plan = collate([planned[1, i] for i in range(len(photos))])["plan"]
-    expected = pictures.on(CPU).show(plan, 48).int()
+    expected = augmenting.show_plain(pictures.on(CPU), plan, 48).int()
     there = pictures.on(device)
-    there.show(plan.to(device), 48)  # what is kept for later is made
+    show(there, plan.to(device), 48)  # what is kept for later is made
     moved = plan.pin_memory().to(device, non_blocking=True)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        found = there.show(moved, 48)
+        found = show(there, moved, 48)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     difference = (found.cpu().int() - expected).abs().float()
     assert (difference <= 2).float().mean() > 0.97
-    assert torch.equal(found, there.show(moved, 48))
+    assert torch.equal(found, show(there, moved, 48))
 
 
 @pytest.mark.gpu
 def test_a_gpu_decodes_files(mixed):
     planned = Planned(mixed, Planner(40, AUGMENTS["crop alone"]), 1)
     batch = collate([planned[0, i] for i in range(6)])
-    expected = batch["files"].decode(CPU, fails).show(batch["plan"], 40)
+    expected = show(batch["files"].decode(CPU, fails), batch["plan"], 40)
     device = torch.device("cuda")
-    found = batch["files"].decode(device, fails).show(batch["plan"].to(device), 40)
+    found = show(batch["files"].decode(device, fails), batch["plan"].to(device), 40)
     # nvJPEG's inverse transform and its colours of half the resolution are not libjpeg's.
     assert (found.cpu().int() - expected.int()).abs().float().mean() < 3

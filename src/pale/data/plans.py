@@ -1,7 +1,7 @@
 """What training will do to a picture, drawn but not done: for pictures that are kept on the device.
 
 The draws are those of `TrainTransform`, number by number, so a sample of an epoch looks the same wherever it is made.
-A worker draws plans in a tenth of the time that it takes to carry them out; `Pixels.show` carries out a batch.
+A worker draws plans in a tenth of the time that it takes to carry them out; `augmenting.show` carries out a batch.
 """
 
 from __future__ import annotations
@@ -38,6 +38,18 @@ NAMES = {
     auto_augment.sharpness: "sharpness",
 } | dict.fromkeys(GEOMETRIC, "affine")
 Step = tuple[str, tuple[float, ...]]
+# What kernels call them; from "brightness" on all are look-ups of grey levels.
+CODES = {
+    name: code
+    for code, name in enumerate(
+        (
+            *("affine", "sharpness", "colour", "brightness", "contrast", "invert", "posterize"),
+            *("solarize", "solarize_add", "auto_contrast", "equalize"),
+        ),
+        start=1,
+    )
+}
+AMOUNTS = 10  # numbers of an operation at most
 
 
 @dataclass
@@ -164,12 +176,14 @@ class Plan:
     """The plans of a batch, as few tensors as can be.
 
     Attributes:
-        ints: all whole numbers, one after the other.
-        floats: all others.
+        ints: all whole numbers, one after the other: HEAD of each image, BOX of each box, the operation of each image
+            in each turn (0 for none), and the images of each of `steps`.
+        floats: the operations' numbers, AMOUNTS of each image in each turn.
         size: images in the batch.
         window: height and width of the largest crop.
-        steps: for every operation in turn its name, where its images' numbers begin in `ints`, how many images there
-            are, where their amounts begin in `floats`, and how many amounts an image has.
+        turns: operations on an image at most.
+        steps: the operations once more, image by image: name, turn, where their images begin in `ints`, and how many
+            there are.
         erased: how many boxes.
     """
 
@@ -177,11 +191,22 @@ class Plan:
     floats: Tensor
     size: int
     window: tuple[int, int]
-    steps: list[tuple[str, int, int, int, int]]
+    turns: int
+    steps: list[tuple[str, int, int, int]]
     erased: int
 
     HEAD = 8  # numbers of an image: sample, crop, flips, cubic
     BOX = 6  # numbers of a box: image, y, x, height, width, key
+
+    @property
+    def boxes(self) -> int:
+        """Where they begin in `ints`."""
+        return self.size * self.HEAD
+
+    @property
+    def codes(self) -> int:
+        """Where they begin in `ints`."""
+        return self.boxes + self.erased * self.BOX
 
     def pin_memory(self) -> Plan:
         """Where a GPU can fetch it while it computes."""
@@ -196,28 +221,26 @@ class Plan:
 def gather(sketches: list[Sketch]) -> Plan:
     """The plans of a batch in one."""
     ints: list[int] = []
-    floats: list[float] = []
     for s in sketches:
         ints += [s.sample, *s.crop, *s.flips, s.cubic]
     boxes = [(i, *box, s.key) for i, s in enumerate(sketches) for box in s.boxes]
     for box in boxes:
         ints += box
+    turns, size = max(len(s.steps) for s in sketches), len(sketches)
+    floats = np.zeros((turns, size, AMOUNTS))
+    groups: dict[tuple[int, str], list[int]] = defaultdict(list)
+    codes = np.zeros((turns, size), np.int64)
+    for i, s in enumerate(sketches):
+        for turn, (name, amounts) in enumerate(s.steps):
+            codes[turn, i] = CODES[name]
+            floats[turn, i, : len(amounts)] = amounts
+            groups[turn, name].append(i)
+    ints += codes.ravel().tolist()
     steps = []
-    for turn in range(max(len(s.steps) for s in sketches)):
-        groups: dict[str, list[int]] = defaultdict(list)
-        for i, s in enumerate(sketches):
-            if turn < len(s.steps):
-                groups[s.steps[turn][0]].append(i)
-        for name, members in sorted(groups.items()):
-            amounts = [sketches[i].steps[turn][1] for i in members]
-            steps.append((name, len(ints), len(members), len(floats), len(amounts[0])))
-            ints += members
-            floats += [x for row in amounts for x in row]
-    return Plan(
-        torch.tensor(ints, dtype=torch.int64),
-        torch.tensor(floats, dtype=torch.float64),
-        len(sketches),
-        (max(s.crop[2] for s in sketches), max(s.crop[3] for s in sketches)),
-        steps,
-        len(boxes),
-    )
+    for (turn, name), members in sorted(groups.items()):
+        steps.append((name, turn, len(ints), len(members)))
+        ints += members
+    window = max(s.crop[2] for s in sketches), max(s.crop[3] for s in sketches)
+    whole = torch.tensor(ints, dtype=torch.int64)
+    numbers = torch.from_numpy(floats.ravel())
+    return Plan(whole, numbers, size, window, turns, steps, len(boxes))

@@ -88,6 +88,8 @@ def _run(
     key = module, name, device, *kinds, *options.items(), *constants.items()
     if (found := _compiled.get(key)) is None:
         kernel = getattr(importlib.import_module(module), name)
+        # Triton's default is about to change, and it warns of that.
+        options = options | {"enable_fp_fusion": True}
         if name in WAITING and dependent_launch():
             options = options | {"launch_pdl": True}
         compiled = kernel[grid](*args, **options, **constants)

@@ -48,7 +48,7 @@ def segment_pets() -> Segmentation:
         data={"workers": 14},
         optim={"lr_batch": 64},
         batch=64,
-        steps=4000,
+        steps=3000,
         warmup_steps=300,
         eval_every=100,
         cuda_graph=True,

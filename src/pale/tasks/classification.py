@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import weights as weight_files
 from ..data import on_device
+from ..data.augmenting import show
 from ..data.images import Source, folder, hold_out, list_file, pets
 from ..data.labelled import Labelled, SceneImages, collate
 from ..data.mixing import Mix, Mixer, TokenMixer
@@ -246,7 +247,7 @@ class ClassificationTask:
         which is the same sum.
         """
         if "plan" in batch:
-            batch["images"] = self._pixels(batch).show(batch.pop("plan"), self.data.size)
+            batch["images"] = show(self._pixels(batch), batch.pop("plan"), self.data.size)
         images = normalise(batch["images"])
         if step is None:
             return batch | {"images": images}
