@@ -30,7 +30,7 @@ def classify_pets() -> Classification:
         # A hundred photos a breed are seen 300 times. Crops keep most of the animal; RandAugment and Mixup are
         # milder than on ImageNet, as a small model underfits sooner than it learns by heart.
         augment=Augment(scale=(0.25, 1.0), auto="rand-m7-mstd0.5-inc1"),
-        mix=Mix(mixup=0.2, cutmix=1.0),
+        mix=Mix(mixup=0.2, cutmix=1.0, probability=0.5),
         optim=Optim(lr=1e-3, lr_batch=128, min_lr=1e-6, weight_decay=0.05),
         batch=128,
         epochs=300,
