@@ -16,6 +16,7 @@ __all__ = [
     "export",
     "ops",
     "optimize",
+    "warm_up",
 ]
 
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING or not _is_command(sys.argv, sys.orig_argv):
     from .export import export
     from .optimize import optimize
     from .pale_transformer import PaleConfig, PaleTransformer, create_model
+    from .warm_up import warm_up
 
 
 def __getattr__(name: str) -> Any:

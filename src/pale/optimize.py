@@ -64,6 +64,7 @@ class FusedStem(nn.Module):
         conv, self.norm = merging.conv, merging.norm
         assert conv.bias is not None
         self.kernel, self.stride = conv.kernel_size[0], conv.stride[0]
+        self.channels = conv.in_channels
         self.weights = nn.Buffer(inference.stem_weights(conv.weight))
         self.bias = conv.bias
 

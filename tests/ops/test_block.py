@@ -18,7 +18,9 @@ from timm.layers import DropPath
 from torch import Tensor
 
 import pale
+from pale.ops import kernels as launching
 from pale.ops.block import inference, reference, triton_op
+from pale.ops.pale_attention import triton_op as attention_op
 from pale.pale_transformer import PaleBlock
 
 INTERPRETED = triton_op.INTERPRETED
@@ -40,6 +42,10 @@ LARGE = {
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
 PIECES = ("conv_norm", "conv_three", "linear_three", "finish", "norm")
 SIZE = (12, 20) if INTERPRETED else (100, 76)
+TEN_SIZES = [
+    *((224, 224), (192, 256), (160, 160), (256, 320), (384, 384)),
+    *((200, 312), (512, 512), (97, 131), (640, 480), (800, 1280)),
+]
 INFERENCE = ("separable_three", "linear_norm", "mlp_residual")
 
 
@@ -377,6 +383,85 @@ def test_a_replaced_part_is_honoured(part):
     with torch.no_grad():
         block(torch.randn(1, 2, 3, 32, device=DEVICE))
     assert not triton_op.launches["conv_norm"]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The kernels that are asked for, with all that decides how one is compiled; none runs."""
+    found = set()
+
+    def note(module, name, grid, *args, options, **constants):
+        kinds = [
+            (x.dtype, x.data_ptr() % 16)
+            if isinstance(x, Tensor)
+            else isinstance(x, int) and x.bit_length() > 31
+            for x in args
+        ]
+        found.add((name, *kinds, *options.items(), *constants.items()))
+
+    monkeypatch.setattr(triton_op, "launch", note)
+    monkeypatch.setattr(attention_op, "launch", note)
+    return found
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels take CPU tensors in the interpreter alone")
+@pytest.mark.parametrize("use", ["training", "inference"])
+@pytest.mark.parametrize("kind", [{}, {"attention": "vanilla"}, {"attention": "sequential"}])
+def test_after_a_warm_up_no_size_needs_another_kernel(asked, use, kind):
+    model = pale.create_model("pale_tiny", depths=(2, 1, 1, 2), drop_path_rate=0.1, **kind)
+    if use == "inference":
+        model = pale.optimize(model)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+
+    def run(job, *args):
+        if use == "inference":
+            with torch.inference_mode():
+                job(*args)
+        else:
+            with torch.autocast("cpu", torch.bfloat16):
+                if (y := job(*args)) is not None:
+                    y.float().sum().backward()
+
+    random = torch.get_rng_state()
+    run(pale.warm_up, model)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    known = set(asked)
+    asked.clear()
+    dtype = torch.bfloat16 if use == "inference" else torch.float32
+    for h, w in [*TEN_SIZES, (32, 32), (1, 1), (33, 1470)]:
+        run(model, torch.randn(1, 3, h, w, dtype=dtype))
+        assert not asked - known, (h, w)
+    for batch, side in ((8, 224), (70, 32)):
+        run(model, torch.randn(batch, 3, side, side, dtype=dtype))
+        assert not asked - known, (batch, side)
+    assert len(asked) > 20
+
+
+def test_a_warm_up_where_no_kernels_run_does_nothing(asked):
+    model = pale.create_model("pale_nano", backend="sdpa" if INTERPRETED else "auto")
+    assert pale.warm_up(model) is None
+    assert not asked
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("use", ["training", "inference"])
+def test_after_a_warm_up_nothing_is_compiled_for_ten_sizes(use):
+    model = small_model()
+    model = model if use == "training" else pale.optimize(model)
+    context = torch.inference_mode if use == "inference" else torch.enable_grad
+    dtype = torch.bfloat16 if use == "inference" else torch.float32
+    with context(), torch.autocast("cuda", torch.bfloat16, enabled=use == "training"):
+        pale.warm_up(model)
+        known = len(launching._compiled)
+        for h, w in TEN_SIZES:
+            y = model(torch.randn(2, 3, h, w, device="cuda", dtype=dtype))
+            if use == "training":
+                y.float().sum().backward()
+            assert y.isfinite().all()
+    assert len(launching._compiled) == known
 
 
 @pytest.mark.slow

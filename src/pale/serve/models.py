@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from ..data.mask_transforms import fit
 from ..loading import KINDS, Kind, Loaded
 from ..predict import Prediction, Predictor
 from ..view_attention import Glance, backbone_of, usual_size
+from ..warm_up import warm_up
 from .limits import MOST_SEEN, Limits, RefusedError
 
 Source = str | Path | nn.Module | Loaded
@@ -73,6 +75,8 @@ class Models:
                     f"one model a task can be served, but {found[made.task].loaded.source} and "
                     f"{made.loaded.source} are both for {made.task}; serve one of them at another --port"
                 )
+            with torch.no_grad():
+                warm_up(made.loaded.model)  # or a request of another size would wait for a compiler
             found[made.task] = made
         self.predictors: Mapping[Kind, Predictor] = {k: found[k] for k in KINDS if k in found}
         self.score = score
