@@ -36,6 +36,7 @@ from .ops.pale_attention import attention_weights
 from .ops.pale_attention.region import Region
 from .pale_transformer import PaleTransformer, PSAttention
 from .tasks.detection import MaskRCNN
+from .tasks.detection.mask_rcnn import numbered
 
 Array = NDArray[np.float32]
 Token = tuple[int, int]  # row and column on a stage's map
@@ -297,7 +298,7 @@ def _surest(model: MaskRCNN, images: Tensor) -> Tensor:
     size = (images.shape[2], images.shape[3])
     with torch.no_grad():
         found, _ = model.rpn(ImageList(images, [size]), maps)
-    logits, _ = model.roi_heads._boxes(list(maps.values()), found)
+    logits, _ = model.roi_heads._boxes(list(maps.values()), numbered(found))
     return logits.log_softmax(1)[:, 1:].amax(0, keepdim=True)
 
 

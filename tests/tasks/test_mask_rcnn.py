@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.detection import FCOS, FasterRCNN, RetinaNet
+from torchvision.models.detection._utils import Matcher
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.roi_heads import RoIHeads
+from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.ops import MultiScaleRoIAlign, roi_align
 
 from pale import cost
@@ -14,13 +17,13 @@ from pale.recipes import RECIPES, get
 from pale.tasks.detection import DetectionModel, Heads, MaskRCNN, feature_pyramid
 from pale.tasks.detection.mask_rcnn import (
     Anchors,
-    LowQualityMatcher,
     PyramidRoIAlign,
-    Sampler,
     batch_images,
     box_losses,
     mask_targets,
+    numbered,
 )
+from pale.tasks.detection.targets import Objects, draw, keys, match_anchors, match_regions
 
 from .detected import detected
 
@@ -67,11 +70,11 @@ def test_the_heads_cost_is_what_pytorchs_counter_counts():
     model = small().eval()
     size = (128, 160)
     maps = model.body(torch.randn(1, 3, *size))
-    boxes = [torch.tensor([[4.0, 4, 60, 90]]).repeat(7, 1)]
+    regions = numbered([torch.tensor([[4.0, 4, 60, 90]]).repeat(7, 1)])
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.rpn.head(list(maps.values()))
-        model.roi_heads._boxes(list(maps.values()), boxes)
-        model.roi_heads._masks(list(maps.values()), [boxes[0][:5]])
+        model.roi_heads._boxes(list(maps.values()), regions)
+        model.roi_heads._masks(list(maps.values()), regions[:5])
     config = model.body.backbone.model.config
     bill = cost.mask_rcnn(
         config, size, num_classes=3, width=16, box_width=16, mask_layers=1, boxes=7, masks=5
@@ -146,28 +149,163 @@ def test_anchors_are_mmdetections():
     torch.testing.assert_close(anchors[0][24:27], 2 * first)
 
 
+def crowd(*counts: int, side: float = 96.0) -> list[dict]:
+    """Targets with as many boxes of all sizes."""
+    found = []
+    for seed, n in enumerate(counts):
+        corners = side * torch.rand(n, 2)
+        size = (side - corners) * torch.rand(n, 2).clamp(min=0.1)
+        labels = torch.randint(1, 4, (n,))
+        found.append(
+            {"boxes": torch.cat([corners, corners + size], 1), "labels": labels, "seed": 17 * seed}
+        )
+    return found
+
+
+class LowQualityMatcher(Matcher):
+    """torchvision's, with the best anchors of an object from an IoU of 0.3 on alone."""
+
+    def set_low_quality_matches_(self, matches, all_matches, match_quality_matrix):
+        best = match_quality_matrix.max(1, keepdim=True).values
+        taken = ((match_quality_matrix == best) & (best >= 0.3)).any(0)
+        matches[taken] = all_matches[taken]
+
+
+@pytest.mark.parametrize("most", [2**25, 1])
+def test_anchors_are_matched_as_in_torchvision(most, monkeypatch):
+    monkeypatch.setattr("pale.tasks.detection.targets.MOST", most)
+    anchors = Anchors((4, 8, 16), 4.0)(
+        ImageList(torch.zeros(1, 3, 96, 96), [(96, 96)]),
+        [torch.zeros(1, 1, 96 // s, 96 // s) for s in (4, 8, 16)],
+    )[0]
+    targets = crowd(3, 0, 7, 1)
+    rpn = small().rpn
+    rpn.proposal_matcher = LowQualityMatcher(0.7, 0.3, allow_low_quality_matches=True)
+    labels, boxes = RegionProposalNetwork.assign_targets_to_anchors(rpn, [anchors] * 4, targets)
+    found_labels, found_boxes = match_anchors(Objects.of(targets, anchors.device), anchors)
+    assert torch.equal(found_labels, torch.stack(labels))
+    assert {-1.0, 0.0, 1.0} == set(found_labels.flatten().tolist())
+    # An anchor without an object has whatever box.
+    with_one = found_labels == 1
+    assert torch.equal(found_boxes[with_one], torch.stack(boxes)[with_one])
+
+
 def test_low_quality_matches_begin_at_an_overlap_of_three_tenths():
-    overlap = torch.tensor([[0.75, 0.2, 0.1, 0.5], [0.1, 0.25, 0.35, 0.0], [0.0, 0.29, 0.0, 0.1]])
-    matches = LowQualityMatcher(0.7, 0.3, allow_low_quality_matches=True)(overlap)
-    # Anchor 1 is the best of object 2, but below 0.3; anchor 2 the best of object 1; anchor 3 lies between.
-    assert matches.tolist() == [0, -1, 1, -2]
+    objects = Objects.of(
+        [{"boxes": torch.tensor([[0.0, 0, 10, 10]]), "labels": torch.ones(1)}], torch.device("cpu")
+    )
+
+    def label(*sides: float) -> list[float]:
+        anchors = torch.tensor([[0.0, 0, 10, side] for side in sides])
+        return match_anchors(objects, anchors)[0][0].tolist()
+
+    assert label(2.5, 2.9) == [0, 0]  # the best one, but below
+    assert label(2.5, 3.1) == [0, 1]
+    assert label(3.1, 6.9) == [-1, 1]
+    assert label(6.9, 7.1) == [-1, 1]
+    assert label(6.9, 6.9) == [1, 1]
+
+
+def test_regions_are_matched_as_in_torchvision():
+    targets = crowd(3, 0, 7, 1)
+    regions = [t["boxes"] for t in crowd(50, 20, 31, 1)]
+    heads = small().roi_heads
+    which, labels = RoIHeads.assign_targets_to_proposals(
+        heads, regions, [t["boxes"] for t in targets], [t["labels"] for t in targets]
+    )
+    padded = torch.nn.utils.rnn.pad_sequence(regions, batch_first=True)
+    known = torch.arange(50) < torch.tensor([50, 20, 31, 1])[:, None]
+    found, numbers = match_regions(Objects.of(targets, padded.device), padded, known)
+    for i, n in enumerate((50, 20, 31, 1)):
+        assert torch.equal(found[i, :n], labels[i])
+        assert (found[i, n:] == -1).all()
+        assert torch.equal(numbers[i, :n][labels[i] > 0], which[i][labels[i] > 0])
 
 
 def test_samples_are_drawn_from_each_images_own_seed():
-    sampler = Sampler(8, 0.5)
-    labels = [torch.randint(-1, 3, (200,)) for _ in range(3)]
+    labels = torch.randint(-1, 3, (3, 200))
     labels[2] = labels[2].clamp(max=0)
-    sampler.seeds = [5, 6, 7]
-    positive, negative = sampler(labels)
+    seeds, places = torch.tensor([5, 6, 2**62 + 7]), torch.arange(200).expand(3, -1)
+    positive, negative = draw(labels, keys(seeds, places), 8, 0.5)
     for p, n, label in zip(positive, negative, labels, strict=True):
         assert int(p.sum()) == min(4, int((label > 0).sum()))
         assert int(p.sum() + n.sum()) == 8
-        assert (label[p.bool()] > 0).all()
-        assert (label[n.bool()] == 0).all()
-    sampler.seeds = [7, 5]
-    again = sampler([labels[2], labels[0]])
-    assert torch.equal(again[1][0], negative[2])
-    assert torch.equal(again[0][1], positive[0])
+        assert (label[p] > 0).all()
+        assert (label[n] == 0).all()
+    # Other neighbours, and more places that are nobody's.
+    other = torch.full((2, 230), -1)
+    other[:, :200] = labels[[2, 0]]
+    again = draw(other, keys(seeds[[2, 0]], torch.arange(230).expand(2, -1)), 8, 0.5)
+    assert torch.equal(again[1][0, :200], negative[2])
+    assert torch.equal(again[0][1, :200], positive[0])
+    # Few candidates are all drawn, none where none is asked for.
+    few = torch.tensor([[1, 0, 0, -1]])
+    positive, negative = draw(few, keys(None, torch.arange(4)[None]), 8, 0.5)
+    assert positive.tolist() == [[True, False, False, False]]
+    assert negative.tolist() == [[False, True, True, False]]
+    assert not draw(few, keys(None, torch.arange(4)[None]), 8, 0.0)[0].any()
+
+
+def test_every_candidate_is_drawn_equally_often():
+    count = torch.zeros(40)
+    labels, places = torch.zeros(500, 40), torch.arange(40).expand(500, -1)
+    for first in (0, 500):
+        count += draw(labels, keys(torch.arange(first, first + 500), places), 10, 0.5)[1].sum(0)
+    # 250 times each; the deviation of a binomial is 13.7.
+    assert (count - 250).abs().max() < 55
+
+
+def test_a_region_is_drawn_whatever_its_neighbours_have():
+    heads = small(box_samples=6).roi_heads.train()
+    targets, regions = crowd(3, 7), [t["boxes"] for t in crowd(40, 90)]
+    together = heads.sample(regions, Objects.of(targets, torch.device("cpu")))
+    mine = together[0][:, 0] == 0
+    alone = heads.sample(regions[:1], Objects.of(targets[:1], torch.device("cpu")))
+    assert len(alone[0]) == 6
+    for a, b in zip(alone, together, strict=True):
+        assert torch.equal(a, b[mine])
+
+
+def test_proposals_are_torchvisions():
+    rpn = small(proposals=30).rpn
+    boxes = torch.stack([t["boxes"] for t in crowd(120, 120)]) - 10
+    boxes[0, 5] = boxes[1, 7] = torch.tensor([120.0, 3, 130, 9])  # outside: nothing is left of it
+    scores = torch.randn(2, 120)
+    scores[0, 5] = 9.0
+    args = [(96, 90), (80, 96)], [80, 30, 10]
+    for training in (True, False):
+        rpn.train(training)
+        found = rpn.filter_proposals(boxes, scores, *args)
+        theirs = RegionProposalNetwork.filter_proposals(rpn, boxes, scores, *args)
+        for ours, expected in zip(found, theirs, strict=True):
+            assert [len(x) for x in ours] == [len(x) for x in expected]
+            torch.testing.assert_close(torch.cat(ours), torch.cat(expected))
+
+
+def test_losses_of_proposals_are_those_of_the_sampled_anchors():
+    """Against torchvision's targets, with as many samples as there are anchors: nothing is left to chance."""
+    rpn = small(rpn_samples=10**6).rpn
+    anchors = Anchors((8, 16), 4.0)(
+        ImageList(torch.zeros(1, 3, 96, 96), [(96, 96)]),
+        [torch.zeros(1, 1, 96 // s, 96 // s) for s in (8, 16)],
+    )[0]
+    targets = crowd(3, 0, 5)
+    scores, codes = torch.randn(3, len(anchors)), torch.randn(3, len(anchors), 4).requires_grad_()
+    found = rpn.losses(scores, codes, anchors, Objects.of(targets, anchors.device))
+    rpn.proposal_matcher = LowQualityMatcher(0.7, 0.3, allow_low_quality_matches=True)
+    labels, boxes = RegionProposalNetwork.assign_targets_to_anchors(rpn, [anchors] * 3, targets)
+    wanted = torch.stack(rpn.box_coder.encode(boxes, [anchors] * 3))
+    labels = torch.stack(labels)
+    count = (labels >= 0).sum()
+    every = torch.nn.functional.binary_cross_entropy_with_logits(
+        scores[labels >= 0], labels[labels >= 0]
+    )
+    box = (codes - wanted)[labels == 1].abs().sum() / count
+    torch.testing.assert_close(found["objectness"], every)
+    torch.testing.assert_close(found["proposal"], box)
+    found["proposal"].backward()
+    assert codes.grad.isfinite().all()
+    assert ((codes.grad != 0).all(2) == (labels == 1)).all()
 
 
 def test_regions_come_from_the_level_of_their_size_as_in_torchvision():
@@ -176,7 +314,7 @@ def test_regions_come_from_the_level_of_their_size_as_in_torchvision():
         torch.tensor([[3.0, 5, 40, 60], [0, 0, 200, 180]]),
         torch.tensor([[10.0, 20, 160, 110]]),
     ]
-    found = PyramidRoIAlign((4, 8, 16, 32), 7)(maps, boxes)
+    found = PyramidRoIAlign((4, 8, 16, 32), 7)(maps, numbered(boxes))
     expected = []
     for i, level, box in ((0, 0, boxes[0][0]), (0, 1, boxes[0][1]), (1, 1, boxes[1][0])):
         region = torch.cat([torch.tensor([float(i)]), box])[None]
@@ -188,19 +326,22 @@ def test_regions_come_from_the_level_of_their_size_as_in_torchvision():
     pooler = MultiScaleRoIAlign(["0", "1", "2", "3"], 7, 0)
     theirs = pooler({str(i): m for i, m in enumerate(maps)}, boxes, [(200, 240)] * 2)
     shifted = [b + torch.tensor([[2.0], [4.0]])[: len(b)] for b in (boxes[0],)]
-    ours = PyramidRoIAlign((4, 8, 16, 32), 7)(maps, [shifted[0], boxes[1] + 4])
+    ours = PyramidRoIAlign((4, 8, 16, 32), 7)(maps, numbered([shifted[0], boxes[1] + 4]))
     torch.testing.assert_close(ours, theirs)
 
 
-def test_mask_targets_are_the_part_of_the_mask_in_the_box():
+@pytest.mark.parametrize("most", [2**27, 1])
+def test_mask_targets_are_the_part_of_the_mask_in_the_box(most, monkeypatch):
+    monkeypatch.setattr("pale.tasks.detection.mask_rcnn.MOST_PIXELS", most)
     masks = torch.zeros(2, 40, 40, dtype=torch.uint8)
     masks[1, 10:30, 8:36] = 1
-    found = mask_targets(
-        masks, torch.tensor([[8.0, 10, 36, 30], [8, 0, 36, 20]]), torch.tensor([1, 1])
-    )
-    assert found[0].min() == 1
-    assert torch.equal(found[1][:13], torch.zeros(13, 28))
-    assert torch.equal(found[1][15:], torch.ones(13, 28))
+    none, other = torch.zeros(0, 40, 40, dtype=torch.uint8), masks[1:, :32, :38]
+    boxes = torch.tensor([[8.0, 10, 36, 30], [8, 0, 36, 20]])
+    regions = numbered([boxes[:1], boxes[:0], boxes])
+    found = mask_targets([masks, none, other], regions, torch.tensor([1, 0, 0]))
+    assert found[0].min() == found[1].min() == 1
+    assert torch.equal(found[2][:13], torch.zeros(13, 28))
+    assert torch.equal(found[2][15:], torch.ones(13, 28))
 
 
 def test_box_losses_are_cross_entropy_and_l1_over_all_samples():
@@ -225,6 +366,11 @@ def test_every_parameter_gets_a_gradient_and_every_loss_counts(masks):
     assert set(losses) == names
     sum(losses.values()).backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_training_without_targets_is_refused():
+    with pytest.raises(ValueError, match=r"needs targets; for detections, call eval\(\)"):
+        small()([torch.zeros(3, 64, 64, dtype=torch.uint8)])
 
 
 def test_images_without_objects_are_learned_from():

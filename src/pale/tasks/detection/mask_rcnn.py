@@ -10,30 +10,32 @@ process. Box arithmetic is always in float32, whatever autocast makes of the con
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
-from torchvision.models.detection import _utils as parts
+from torch.nn.utils.rnn import pad_sequence
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
-from torchvision.ops import roi_align
+from torchvision.ops import batched_nms, roi_align
 
 from ...data.transforms import normalise
 from ...settings import Settings
 from ..backbones import layer_groups, spared
 from .pyramid import FeaturePyramid
+from .targets import Objects, draw, keys, match_anchors, match_regions
 
 RATIOS = (0.5, 1.0, 2.0)  # height over width
-LEAST_MATCH = 0.3  # IoU under which an object's best anchor is not its own
 BOX_POOL, MASK_POOL, MASK_SIDE = 7, 14, 28
 FINEST_SCALE = 56  # side of a region from which on P3 is used
+MOST_PIXELS = 2**27  # of masks in float32 at a time
 
 
 class Heads(Settings):
@@ -91,49 +93,6 @@ class Anchors(nn.Module):
         return [anchors] * len(images.image_sizes)
 
 
-class LowQualityMatcher(parts.Matcher):
-    """An object's best anchor is its own from an IoU of `LEAST_MATCH` on."""
-
-    def set_low_quality_matches_(
-        self, matches: Tensor, all_matches: Tensor, match_quality_matrix: Tensor
-    ) -> None:
-        """Write into `matches`, as torchvision does."""
-        best = match_quality_matrix.max(1, keepdim=True).values
-        own = (match_quality_matrix == best) & (best >= LEAST_MATCH)
-        taken = own.any(0)
-        matches[taken] = all_matches[taken]
-
-
-class Sampler(parts.BalancedPositiveNegativeSampler):
-    """Positives and negatives drawn from each image's own seed, so that no process or neighbour changes them.
-
-    `seeds` is set before a pass; None: from PyTorch's generator, as torchvision does.
-    """
-
-    seeds: Sequence[int] | None = None
-
-    def __call__(self, matched_idxs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """0 and 1 for each candidate of each image."""
-        if self.seeds is None:
-            return super().__call__(matched_idxs)
-        positives, negatives = [], []
-        for labels, seed in zip(matched_idxs, self.seeds, strict=True):
-            generator = torch.Generator(labels.device).manual_seed(seed)
-            rank = torch.rand(len(labels), generator=generator, device=labels.device)
-            limit = int(self.batch_size_per_image * self.positive_fraction)
-            positive = self._first(labels >= 1, rank, limit)
-            negative = self._first(labels == 0, rank, self.batch_size_per_image - positive.sum())
-            positives.append(positive)
-            negatives.append(negative)
-        return positives, negatives
-
-    def _first(self, candidate: Tensor, rank: Tensor, count: int | Tensor) -> Tensor:
-        order = torch.where(candidate, rank, 2.0).argsort()
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        return (candidate & (place < count)).to(torch.uint8)
-
-
 class FloatRPNHead(RPNHead):
     """Scores and box codes in float32: in 16 bits, boxes would jump by pixels."""
 
@@ -155,23 +114,77 @@ class FloatBoxPredictor(FastRCNNPredictor):
 class RPN(RegionProposalNetwork):
     """Region proposals with an L1 box loss."""
 
-    def compute_loss(
+    def forward(
         self,
+        images: ImageList,
+        features: OrderedDict[str, Tensor],
+        targets: Objects | None = None,
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Regions of each image, the best first, and in training the losses."""
+        maps = list(features.values())
+        scores, codes = self.head(maps)
+        b, levels = len(images.image_sizes), [s[0].numel() for s in scores]
+        anchors = self.anchor_generator(images, maps)[0]
+        scores = torch.cat([s.permute(0, 2, 3, 1).flatten(1) for s in scores], 1)
+        codes = torch.cat([c.permute(0, 2, 3, 1).reshape(b, -1, 4) for c in codes], 1)
+        every = anchors.expand(b, -1, -1).reshape(-1, 4)
+        boxes = self.box_coder.decode_single(codes.detach().reshape(-1, 4), every).view(b, -1, 4)
+        regions, _ = self.filter_proposals(boxes, scores, images.image_sizes, levels)
+        if not self.training:
+            return regions, {}
+        assert targets is not None
+        return regions, self.losses(scores, codes, anchors, targets)
+
+    def filter_proposals(
+        self,
+        proposals: Tensor,
         objectness: Tensor,
-        pred_bbox_deltas: Tensor,
-        labels: list[Tensor],
-        regression_targets: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:
+        image_shapes: list[tuple[int, int]],
+        num_anchors_per_level: list[int],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """torchvision's: boxes and scores of each image, the best of each level, overlaps suppressed."""
+        b, device = len(proposals), proposals.device
+        place = self._get_top_n_idx(objectness.detach(), num_anchors_per_level)
+        ends = torch.tensor(num_anchors_per_level).cumsum(0).to(device, non_blocking=True)
+        level = torch.bucketize(place, ends, right=True)
+        scores = objectness.detach().gather(1, place).sigmoid()
+        boxes = proposals.gather(1, place[..., None].expand(-1, -1, 4))
+        edges = torch.tensor([(w, h, w, h) for h, w in image_shapes], dtype=boxes.dtype)
+        boxes = torch.minimum(boxes.clamp(min=0), edges.to(device, non_blocking=True)[:, None])
+        # What is too small goes last, where it suppresses nothing, and then goes.
+        large = ((boxes[..., 2:] - boxes[..., :2]) >= self.min_size).all(2)
+        scores = torch.where(large & (scores >= self.score_thresh), scores, -1.0)
+        found_boxes, found_scores = [], []
+        for i in range(b):
+            keep = batched_nms(boxes[i], scores[i], level[i], self.nms_thresh)
+            keep = keep[: self.post_nms_top_n()]
+            found_boxes.append(boxes[i, keep])
+            found_scores.append(scores[i, keep])
+        alive = torch.stack([(s >= 0).sum() for s in found_scores]).tolist()
+        return (
+            [x[:n] for x, n in zip(found_boxes, alive, strict=True)],
+            [x[:n] for x, n in zip(found_scores, alive, strict=True)],
+        )
+
+    def losses(
+        self, scores: Tensor, codes: Tensor, anchors: Tensor, objects: Objects
+    ) -> dict[str, Tensor]:
         """Objectness and box loss, over the sampled anchors."""
-        positive, negative = (torch.cat(x).bool() for x in self.fg_bg_sampler(labels))
+        labels, boxes = match_anchors(objects, anchors)
+        places = torch.arange(len(anchors), device=scores.device).expand_as(labels)
+        random = keys(objects.seeds, places)
+        positive, negative = draw(labels, random, self.samples, 0.5)
         chosen = positive | negative
         count = chosen.sum().clamp(min=1)
-        target, codes = torch.cat(labels), torch.cat(regression_targets)
         every = F.binary_cross_entropy_with_logits(
-            objectness.flatten()[chosen], target[chosen], reduction="sum"
+            scores, positive.float(), chosen.float(), reduction="sum"
         )
-        box = F.l1_loss(pred_bbox_deltas[positive], codes[positive], reduction="sum")
-        return every / count, box / count
+        every_anchor = anchors.expand_as(boxes).reshape(-1, 4)
+        wanted = self.box_coder.encode_single(boxes.view(-1, 4), every_anchor).view_as(codes)
+        # The code of no box may be no number: where there is none, no difference.
+        wanted = torch.where(positive[..., None], wanted, codes.detach())
+        box = F.l1_loss(codes, wanted, reduction="sum")
+        return {"objectness": every / count, "proposal": box / count}
 
 
 class PyramidRoIAlign(nn.Module):
@@ -184,10 +197,8 @@ class PyramidRoIAlign(nn.Module):
         super().__init__()
         self.strides, self.side = tuple(strides), side
 
-    def forward(self, maps: Sequence[Tensor], boxes: Sequence[Tensor]) -> Tensor:
-        """Maps of the pyramid, finest first, and boxes of each image -> (n, c, side, side)."""
-        number = torch.cat([torch.full_like(b[:, :1], i) for i, b in enumerate(boxes)])
-        regions = torch.cat([number, torch.cat(list(boxes))], 1)
+    def forward(self, maps: Sequence[Tensor], regions: Tensor) -> Tensor:
+        """Maps of the pyramid, finest first, and regions (n, 5), image and box -> (n, c, side, side)."""
         h, w = regions[:, 4] - regions[:, 2], regions[:, 3] - regions[:, 1]
         scale = (h * w).clamp(min=0).sqrt()
         level = (scale / FINEST_SCALE + 1e-6).log2().floor().clamp(0, len(self.strides) - 1)
@@ -208,19 +219,14 @@ class Regions(RoIHeads):
         features: OrderedDict[str, Tensor],
         proposals: list[Tensor],
         image_shapes: list[tuple[int, int]],
-        targets: list[dict[str, Any]] | None = None,
+        targets: Objects | None = None,
     ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
         """Detections of each image, or in training the losses."""
         maps = list(features.values())
         if self.training:
             assert targets is not None
-            chosen, matched, labels, codes = self.select_training_samples(proposals, targets)
-            scores, guesses = self._boxes(maps, chosen)
-            losses = box_losses(scores, guesses, torch.cat(labels), torch.cat(codes))
-            if self.has_mask():
-                losses |= {"mask": self._mask_loss(maps, chosen, matched, labels, targets)}
-            return [], losses
-        scores, guesses = self._boxes(maps, proposals)
+            return [], self.losses(maps, proposals, targets)
+        scores, guesses = self._boxes(maps, numbered(proposals))
         boxes, confidence, classes = self.postprocess_detections(
             scores, guesses, proposals, image_shapes
         )
@@ -229,7 +235,7 @@ class Regions(RoIHeads):
             for b, c, s in zip(boxes, classes, confidence, strict=True)
         ]
         if self.has_mask():
-            logits = self._masks(maps, boxes)
+            logits = self._masks(maps, numbered(boxes))
             own = logits[torch.arange(len(logits), device=logits.device), torch.cat(classes)]
             for entry, masks in zip(
                 found, own.sigmoid().split([len(b) for b in boxes]), strict=True
@@ -237,32 +243,64 @@ class Regions(RoIHeads):
                 entry["masks"] = masks
         return found, {}
 
-    def _boxes(self, maps: list[Tensor], boxes: list[Tensor]) -> tuple[Tensor, Tensor]:
-        return self.box_predictor(self.box_head(self.box_roi_pool(maps, boxes)))
+    def _boxes(self, maps: list[Tensor], regions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.box_predictor(self.box_head(self.box_roi_pool(maps, regions)))
 
-    def _masks(self, maps: list[Tensor], boxes: list[Tensor]) -> Tensor:
-        return self.mask_predictor(self.mask_head(self.mask_roi_pool(maps, boxes))).float()
+    def _masks(self, maps: list[Tensor], regions: Tensor) -> Tensor:
+        return self.mask_predictor(self.mask_head(self.mask_roi_pool(maps, regions))).float()
+
+    def losses(
+        self, maps: list[Tensor], proposals: list[Tensor], objects: Objects
+    ) -> dict[str, Tensor]:
+        """Of the regions that are drawn, the objects themselves among them."""
+        regions, labels, codes, which = self.sample(proposals, objects)
+        losses = box_losses(*self._boxes(maps, regions), labels, codes)
+        if self.has_mask():
+            positive = (labels > 0).nonzero()[:, 0]
+            classes, regions, which = labels[positive], regions[positive], which[positive]
+            losses["mask"] = self._mask_loss(maps, regions, classes, which, objects)
+        return losses
+
+    def sample(
+        self, proposals: list[Tensor], objects: Objects
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Regions (n, 5), their classes, box codes, and the numbers of their objects in their images."""
+        device = proposals[0].device
+        counts = torch.tensor([len(p) for p in proposals]).to(device, non_blocking=True)
+        every = pad_sequence([p.float() for p in proposals], batch_first=True)
+        places = torch.arange(every.shape[1], device=device).expand(len(every), -1)
+        known = torch.cat([places < counts[:, None], objects.known], 1)
+        # An object's place is after its image's proposals, however many the neighbours have.
+        own = torch.arange(objects.known.shape[1], device=device) + counts[:, None]
+        places, every = torch.cat([places, own], 1), torch.cat([every, objects.boxes], 1)
+        labels, which = match_regions(objects, every, known)
+        random = keys(None if objects.seeds is None else objects.seeds ^ 1, places)
+        positive, negative = draw(labels, random, self.samples, 0.25)
+        image, place = (positive | negative).nonzero().unbind(1)
+        boxes, which = every[image, place], which[image, place]
+        codes = self.box_coder.encode_single(objects.boxes[image, which], boxes)
+        return torch.cat([image[:, None].to(boxes), boxes], 1), labels[image, place], codes, which
 
     def _mask_loss(
         self,
         maps: list[Tensor],
-        boxes: list[Tensor],
-        matched: list[Tensor],
-        labels: list[Tensor],
-        targets: list[dict[str, Any]],
+        regions: Tensor,
+        classes: Tensor,
+        which: Tensor,
+        objects: Objects,
     ) -> Tensor:
-        positive = [label > 0 for label in labels]
-        boxes = [b[p] for b, p in zip(boxes, positive, strict=True)]
-        logits = self._masks(maps, boxes)
+        logits = self._masks(maps, regions)
         if not len(logits):
             return logits.sum() * 0
-        wanted = [
-            mask_targets(t["masks"], b, m[p])
-            for t, b, m, p in zip(targets, boxes, matched, positive, strict=True)
-        ]
-        classes = torch.cat([label[p] for label, p in zip(labels, positive, strict=True)])
         own = logits[torch.arange(len(logits), device=logits.device), classes]
-        return F.binary_cross_entropy_with_logits(own, torch.cat(wanted))
+        wanted = mask_targets(objects.masks, regions, which)
+        return F.binary_cross_entropy_with_logits(own, wanted)
+
+
+def numbered(boxes: Sequence[Tensor]) -> Tensor:
+    """Boxes of each image as regions (n, 5), with the number of the image."""
+    number = torch.cat([torch.full_like(b[:, :1], i) for i, b in enumerate(boxes)])
+    return torch.cat([number, torch.cat(list(boxes))], 1)
 
 
 def box_losses(scores: Tensor, guesses: Tensor, labels: Tensor, codes: Tensor) -> dict[str, Tensor]:
@@ -276,13 +314,43 @@ def box_losses(scores: Tensor, guesses: Tensor, labels: Tensor, codes: Tensor) -
     }
 
 
-def mask_targets(masks: Tensor, boxes: Tensor, which: Tensor) -> Tensor:
-    """What lies of the masks (n, h, w) number `which` in the boxes (m, 4): 0 or 1, (m, side, side)."""
-    if not len(boxes):
-        return boxes.new_zeros(0, MASK_SIDE, MASK_SIDE)
-    regions = torch.cat([which[:, None].to(boxes), boxes], 1)
-    inside = roi_align(masks[:, None].to(boxes), regions, MASK_SIDE, 1.0, 0, aligned=True)
-    return (inside[:, 0] >= 0.5).to(boxes)
+def mask_targets(masks: Sequence[Tensor], regions: Tensor, which: Tensor) -> Tensor:
+    """What lies of masks in regions (m, 5), image and box: 0 or 1, (m, side, side).
+
+    Args:
+        masks: of each image, (n, h, w).
+        regions: in order of their images.
+        which: the mask of each region, by its number in its image.
+    """
+    out = []
+    for start, stop in _runs([x.numel() for x in masks], MOST_PIXELS):
+        whole = len(masks) == stop - start
+        mine = slice(None) if whole else (regions[:, 0] >= start) & (regions[:, 0] < stop)
+        some, numbers = regions[mine], which[mine]
+        several = _padded(masks[start:stop])
+        before = torch.tensor([0, *accumulate(len(x) for x in masks[start : stop - 1])])
+        first = before.to(regions.device, non_blocking=True)[some[:, 0].long() - start]
+        own = torch.cat([(first + numbers)[:, None].to(some), some[:, 1:]], 1)
+        inside = roi_align(several[:, None].to(some), own, MASK_SIDE, 1.0, 0, aligned=True)
+        out.append((inside[:, 0] >= 0.5).to(some))
+    return torch.cat(out)
+
+
+def _padded(masks: Sequence[Tensor]) -> Tensor:
+    """All of them, of one size."""
+    h, w = (max(x.shape[i] for x in masks) for i in (1, 2))
+    return torch.cat([F.pad(x, (0, w - x.shape[2], 0, h - x.shape[1])) for x in masks])
+
+
+def _runs(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Neighbours that have `most` together, or are alone: first, and last plus one."""
+    start = total = 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > most:
+            yield start, i
+            start, total = i, 0
+        total += size
+    yield start, len(sizes)
 
 
 class MaskRCNN(nn.Module):
@@ -314,8 +382,7 @@ class MaskRCNN(nn.Module):
             {"training": heads.proposals, "testing": heads.proposals},
             0.7,
         )
-        self.rpn.proposal_matcher = LowQualityMatcher(0.7, 0.3, allow_low_quality_matches=True)
-        self.rpn.fg_bg_sampler = Sampler(heads.rpn_samples, 0.5)
+        self.rpn.samples = heads.rpn_samples
         masks: dict[str, Any] = {}
         if heads.masks:
             c = heads.mask_width
@@ -338,7 +405,7 @@ class MaskRCNN(nn.Module):
             100,
             **masks,
         )
-        self.roi_heads.fg_bg_sampler = Sampler(heads.box_samples, 0.25)
+        self.roi_heads.samples = heads.box_samples
         # What a new set of classes replaces; `weights.put` reads it.
         several = ["roi_heads.box_predictor"]
         several += ["roi_heads.mask_predictor.mask_fcn_logits"] * heads.masks
@@ -356,21 +423,19 @@ class MaskRCNN(nn.Module):
         """
         if not isinstance(images, ImageList):
             images = batch_images(images)
-        self._seed(targets)
         maps = self.body(images.tensors)
-        proposals, rpn = self.rpn(images, maps, targets)
-        found, losses = self.roi_heads(maps, proposals, images.image_sizes, targets)
+        objects = None
+        if self.training:
+            if targets is None:
+                raise ValueError(
+                    "in training a detector needs targets; for detections, call eval()"
+                )
+            objects = Objects.of(targets, images.tensors.device)
+        proposals, rpn = self.rpn(images, maps, objects)
+        found, losses = self.roi_heads(maps, proposals, images.image_sizes, objects)
         if not self.training:
             return found
-        named = {"objectness": rpn["loss_objectness"], "proposal": rpn["loss_rpn_box_reg"]}
-        return named | losses
-
-    def _seed(self, targets: list[dict[str, Any]] | None) -> None:
-        seeds = None
-        if self.training and targets is not None and all("seed" in t for t in targets):
-            seeds = [int(t["seed"]) for t in targets]
-        self.rpn.fg_bg_sampler.seeds = seeds
-        self.roi_heads.fg_bg_sampler.seeds = seeds and [s ^ 1 for s in seeds]
+        return rpn | losses
 
     def limits(self, score: float, nms: float, most: int) -> None:
         """How detections are chosen: least score, greatest overlap, how many of an image."""
