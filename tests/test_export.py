@@ -237,6 +237,23 @@ class TestPt2:
         assert [check.size for check in done.checks] == [(1, 8, 8), (2, 8, 8), (3, 8, 8)]
         assert read_about(tmp_path / "a.pt2")["fixed"] == [8, 8]
 
+    @pytest.mark.parametrize(("size", "masked"), [((224, 224), False), ((100, 70), True)])
+    def test_a_file_for_one_size_has_masks_only_where_groups_are_ragged(
+        self, tmp_path: Path, size: tuple[int, int], masked: bool
+    ) -> None:
+        import onnx
+
+        model = pale.create_model("pale_nano", depths=(1, 1, 1, 1), num_classes=3).eval()
+        pale.export(model, tmp_path / "a.onnx", fixed=True, sizes=[(1, *size)])
+        nodes = onnx.load(tmp_path / "a.onnx").graph.node
+        assert ("Where" in {node.op_type for node in nodes}) == masked
+        images = torch.randn(3, 3, *size)
+        (found,) = session(tmp_path / "a.onnx").run(None, {"images": images.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(found), model(images), rtol=1e-4, atol=1e-5)
+        with pytest.raises(Exception, match="Got: 96 Expected"):
+            session(tmp_path / "a.onnx").run(None, {"images": torch.randn(1, 3, 96, 96).numpy()})
+
 
 def test_every_way_says_the_same_about_every_photo(
     onnx_file: Path, run: Path, photos: Path, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -44,7 +44,7 @@ from .layers import (
 from .ops.linear import linear
 from .ops.pale_attention import Backend, pale_attention
 from .ops.pale_attention.region import Region, check_word
-from .ops.sizes import exporting, opaque_sizes
+from .ops.sizes import any_size, exporting, opaque_sizes
 
 AttentionMode = Literal["parallel", "sequential", "vanilla", "axial", "cross"]
 Position = Literal["cpe", "ape", "none"]
@@ -206,7 +206,7 @@ class APE(nn.Module):
 def resize_map(map_: Tensor, like: Tensor) -> Tensor:
     """Resize (1, h, w, c) to the height and width of `like`, (b, h, w, c)."""
     size = like.shape[1], like.shape[2]
-    if not exporting() and map_.shape[1:3] == size:
+    if not any_size() and map_.shape[1:3] == size:
         return map_
     x = F.interpolate(map_.permute(0, 3, 1, 2).float(), size, mode="bicubic", antialias=True)
     return x.permute(0, 2, 3, 1).to(map_.dtype)

@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.sizes import symbolic_sizes
+from ..ops.sizes import fixed_sizes, symbolic_sizes
 
 Run = Callable[[Tensor], tuple[Tensor, ...]]
 Say = Callable[[str], object]
@@ -69,7 +70,8 @@ def _program(job: Job, ranges: bool = True) -> torch.export.ExportedProgram:
     elif len(example) == 1:
         example = example.expand(2, -1, -1, -1).contiguous()  # a batch of one would be fixed
     try:
-        return torch.export.export(job.model, (example,), dynamic_shapes=(sizes,), strict=False)
+        with fixed_sizes() if job.fixed else nullcontext():
+            return torch.export.export(job.model, (example,), dynamic_shapes=(sizes,), strict=False)
     except Exception as error:
         way = ""
         if not job.fixed:

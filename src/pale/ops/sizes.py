@@ -7,12 +7,15 @@ tracer knows nothing about them but that they are positive.
 
 AOTInductor (torch 2.15) computes wrong numbers from such sizes. For it they stay the tracer's own
 symbols: `symbolic_sizes`. The operations are the same, and none of them depends on a size being large.
+
+A program for one size alone may know all about it, and is the faster for it: `fixed_sizes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,23 +29,41 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-_symbolic = False
+_known: Literal["nothing", "symbols", "numbers"] = "nothing"
+
+
+def any_size() -> bool:
+    """Whether a program is traced that must run at every size."""
+    return exporting() and _known != "numbers"
 
 
 @contextmanager
 def symbolic_sizes() -> Iterator[None]:
     """Export with the tracer's symbols for sizes."""
-    global _symbolic
-    _symbolic = True
+    with _knowing("symbols"):
+        yield
+
+
+@contextmanager
+def fixed_sizes() -> Iterator[None]:
+    """Export for images of the example's height and width."""
+    with _knowing("numbers"):
+        yield
+
+
+@contextmanager
+def _knowing(what: Literal["symbols", "numbers"]) -> Iterator[None]:
+    global _known
+    _known = what
     try:
         yield
     finally:
-        _symbolic = False
+        _known = "nothing"
 
 
 def opaque_size(n: int) -> int:
     """`n`; when exporting, a number of which only `n >= 1` is known."""
-    if not exporting() or _symbolic:
+    if not exporting() or _known != "nothing":
         return n
     size = torch.full((), n, dtype=torch.int64).item()
     torch._check(size >= 1)
@@ -51,7 +72,7 @@ def opaque_size(n: int) -> int:
 
 def opaque_sizes(x: Tensor) -> Tensor:
     """Images (b, c, h, w); when exporting, with opaque b, h and w."""
-    if exporting() and not _symbolic:
+    if exporting() and _known == "nothing":
         for axis in (0, 2, 3):
             x = x.index_select(axis, torch.arange(opaque_size(x.shape[axis]), device=x.device))
     return x

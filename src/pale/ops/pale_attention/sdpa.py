@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..sizes import ceil_div, exporting, opaque_size
+from ..sizes import any_size, ceil_div, exporting, opaque_size
 from .opaque import operator
 from .region import Region
 
@@ -59,34 +59,36 @@ class Groups:
 
     def pack(self, x: Tensor) -> Tensor:
         """(b, h, w, heads, d) -> (b*n, heads, tokens of a group, d); a view where the memory allows it."""
-        if exporting():
+        if any_size():
             # Repeats the last row where others pad with zeros: it is masked all the same.
             slots = torch.arange(self.size * self.n, device=x.device)
             x = x.index_select(self.axis, slots.clamp(max=self.length - 1))
         elif self.padding:
             x = F.pad(x, (0, 0, 0, 0) + (0, 0) * (2 - self.axis) + (0, self.padding))
         b, h, w, heads, d = x.shape
-        # Groups come second: (b, n, size, w, heads, d) or (b, n, h, size, heads, d).
         if self.axis == 1:
             x = x.reshape(b, *self.split, w, heads, d)
-            x = x.transpose(1, 2) if self.interlaced else x
+            order = (0, 2, 4, 1, 3, 5) if self.interlaced else (0, 1, 4, 2, 3, 5)
+            tokens = self.size * w
         else:
             x = x.reshape(b, h, *self.split, heads, d)
-            x = x.permute(0, 3, 1, 2, 4, 5) if self.interlaced else x.transpose(1, 2)
-        return x.flatten(2, 3).transpose(2, 3).flatten(0, 1)
+            order = (0, 3, 4, 1, 2, 5) if self.interlaced else (0, 2, 4, 1, 3, 5)
+            tokens = self.size * h
+        return x.permute(order).reshape(b * self.n, heads, tokens, d)
 
     def unpack(self, y: Tensor, like: Tensor) -> Tensor:
         """The inverse of `pack`; `like` is a map as it was before."""
         b, h, w, heads, d = like.shape
-        y = y.transpose(1, 2)
+        slots = self.n * self.size
         if self.axis == 1:
-            y = y.reshape(b, self.n, self.size, w, heads, d)
-            y = y.transpose(1, 2) if self.interlaced else y
+            y = y.reshape(b, self.n, heads, self.size, w, d)
+            order = (0, 3, 1, 4, 2, 5) if self.interlaced else (0, 1, 3, 4, 2, 5)
+            y = y.permute(order).reshape(b, slots, w, heads, d)
         else:
-            y = y.reshape(b, self.n, h, self.size, heads, d)
-            y = y.permute(0, 2, 3, 1, 4, 5) if self.interlaced else y.transpose(1, 2)
-        y = y.flatten(self.axis, self.axis + 1)
-        if exporting():
+            y = y.reshape(b, self.n, heads, h, self.size, d)
+            order = (0, 3, 4, 1, 2, 5) if self.interlaced else (0, 3, 1, 4, 2, 5)
+            y = y.permute(order).reshape(b, h, slots, heads, d)
+        if any_size():
             return y.index_select(self.axis, torch.arange(self.length, device=y.device))
         return y.narrow(self.axis, 0, self.length)
 
@@ -163,7 +165,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
 def attend_groups(q: Tensor, k: Tensor, v: Tensor, groups: Groups) -> Tensor:
     """Attention inside row groups or column groups."""
     mask = None
-    if exporting() or groups.padding:
+    if any_size() or groups.padding:
         across = torch.ones(1, q.shape[3 - groups.axis], dtype=torch.bool, device=q.device)
         mask = _keys(groups.tokens(groups.valid(q.device), across), q.shape[0])
     return groups.unpack(_sdpa(groups.pack(q), groups.pack(k), groups.pack(v), mask), q)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...layers import LayerNorm2d
-from ...ops.sizes import exporting
+from ...ops.sizes import any_size
 from ..backbones import STRIDES, layer_groups, spared
 
 POOLS = (1, 2, 3, 6)  # cells a side of the pyramid
@@ -163,7 +163,7 @@ def cell_means(x: Tensor, n: int) -> Tensor:
 
     PyTorch's own ties an exported program to the size it was traced with, so there it is two products.
     """
-    if not exporting():
+    if not any_size():
         return F.adaptive_avg_pool2d(x, n)
     rows, columns = (_shares(x.shape[axis], n, x) for axis in (2, 3))
     return rows @ x @ columns.mT
@@ -182,7 +182,7 @@ def _shares(length: int, n: int, like: Tensor) -> Tensor:
 
 def resize(x: Tensor, like: Tensor) -> Tensor:
     """Bilinear, corners not aligned, to the height and width of `like`."""
-    if not exporting() and x.shape[-2:] == like.shape[-2:]:
+    if not any_size() and x.shape[-2:] == like.shape[-2:]:
         return x
     return F.interpolate(x, like.shape[-2:], mode="bilinear", align_corners=False)
 
