@@ -1,11 +1,14 @@
 """From scratch on a few thousand to a few ten thousand images; ours, not the paper's.
 
-Few images are seen often: the crop keeps more of the picture than on ImageNet, drop path is stronger,
-the batch smaller so that there are steps enough.
+Sixty epochs of few images are few steps, so what makes learning slow on ImageNet is left out or halved: no RandAugment,
+no erasing, half of the batches mixed, crops that keep more of the picture, a smaller batch. On a tenth of
+tiny-imagenet-50's training images this gave 51.6 % top-1, RandAugment and erasing without mixing 50.0 (Pale-T, one run
+each).
 """
 
 from __future__ import annotations
 
+from ..data.mixing import Mix
 from ..data.transforms import Augment
 from ..settings import vary
 from ..tasks.classification import Data, Model
@@ -15,9 +18,10 @@ from .schema import Classification, Optim
 def pale_t() -> Classification:
     """Pale-T from scratch on a small set, 128 px."""
     return Classification(
-        model=Model(name="pale_tiny", drop_path=0.2),
+        model=Model(name="pale_tiny", drop_path=0.1),
         data=Data(size=128, crop=1.0),
-        augment=Augment(scale=(0.25, 1.0)),
+        augment=Augment(scale=(0.25, 1.0), auto=None, erase=0),
+        mix=Mix(mixup=0.2, cutmix=1.0, probability=0.5),
         optim=Optim(lr=1e-3, lr_batch=512),
         batch=512,
         epochs=60,
