@@ -114,6 +114,8 @@ class FloatBoxPredictor(FastRCNNPredictor):
 class RPN(RegionProposalNetwork):
     """Region proposals with an L1 box loss."""
 
+    samples: int  # anchors of an image in the loss
+
     def forward(
         self,
         images: ImageList,
@@ -213,6 +215,8 @@ class PyramidRoIAlign(nn.Module):
 
 class Regions(RoIHeads):
     """Box and mask heads with mmdetection's losses; masks leave as `MASK_SIDE` squares over their boxes."""
+
+    samples: int  # regions of an image in the loss
 
     def forward(
         self,
