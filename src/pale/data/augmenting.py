@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.kernels import AVAILABLE, INTERPRETED, launch
+from .draws import hashed, shifted
 from .plans import AMOUNTS, Plan
 from .transforms import statistics
 
@@ -286,15 +287,7 @@ def erase(images: Tensor, boxes: Tensor) -> Tensor:
 
 def normal(keys: Tensor, count: int) -> Tensor:
     """Normal numbers, (n, count), from keys (n,): the same on every device and in every batch."""
-    z = keys.view(-1, 1) + torch.arange(1, count + 1, device=keys.device) * -7046029254386353131
-    z = (z ^ _shift(z, 30)) * -4658895280553007687  # splitmix64
-    z = (z ^ _shift(z, 27)) * -7723592293110705685
-    z = z ^ _shift(z, 31)
+    z = hashed(keys.view(-1, 1), torch.arange(count, device=keys.device))
     u = ((z & 0xFFFFFF) + 1).float() / 2**24  # in (0, 1]
-    angle = _shift(z, 32).float() * (2 * math.pi / 2**32)
+    angle = shifted(z, 32).float() * (2 * math.pi / 2**32)
     return (-2 * u.log()).sqrt_() * angle.cos()
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)

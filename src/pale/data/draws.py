@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 
@@ -36,3 +37,16 @@ def seeded(*key: int) -> Iterator[None]:
             random.setstate(python)
             np.random.set_state(numpy)
             torch.set_rng_state(pytorch)
+
+
+def hashed(seeds: Tensor, places: Tensor) -> Tensor:
+    """64 random bits for every place of every seed, int64, the same on every device and in every batch (splitmix64)."""
+    z = seeds + (places + 1) * -7046029254386353131
+    z = (z ^ shifted(z, 30)) * -4658895280553007687
+    z = (z ^ shifted(z, 27)) * -7723592293110705685
+    return z ^ shifted(z, 31)
+
+
+def shifted(z: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ...data.draws import hashed, shifted
+
 LEAST_MATCH = 0.3  # IoU under which an object's best anchor is not its own
 MOST = 2**25  # numbers of a table of overlaps: as many images at a time
 
@@ -110,15 +112,7 @@ def keys(seeds: Tensor | None, places: Tensor) -> Tensor:
     """A random number, 63 bits, for each place (b, m), of the image's seed; without seeds from PyTorch's generator."""
     if seeds is None:
         return torch.randint(2**63 - 1, places.shape, device=places.device)
-    z = seeds[:, None] + (places + 1) * -7046029254386353131  # splitmix64
-    z = (z ^ _shift(z, 30)) * -4658895280553007687
-    z = (z ^ _shift(z, 27)) * -7723592293110705685
-    return _shift(z ^ _shift(z, 31), 1)
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return shifted(hashed(seeds[:, None], places), 1)
 
 
 def draw(labels: Tensor, keys: Tensor, samples: int, share: float) -> tuple[Tensor, Tensor]:
