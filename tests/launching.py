@@ -1,10 +1,11 @@
-"""Commands in two processes, started by torchrun as a user does."""
+"""Processes of their own: commands in two, started by torchrun as a user does, and tests in Triton's interpreter."""
 
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 
 def torchrun(
@@ -25,6 +26,24 @@ def torchrun(
         )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
+
+
+def in_the_interpreter(module: str) -> None:
+    """Run the tests of a module (its `__file__`) once more, where kernels take CPU tensors."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("PYTEST_XDIST_WORKER", None)
+    # Its numpy warns of exp2(-inf), of numbers that run over and the like, which the kernels mean.
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::RuntimeWarning"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, module],
+        cwd=Path(__file__).parents[1],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
 
 
 def heed_ctrl_c() -> None:

@@ -7,16 +7,13 @@ kernels are defined, so `test_everything_in_the_interpreter` runs this module on
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import in_the_interpreter
 from PIL import Image
 from timm.data import auto_augment
 
@@ -359,20 +356,7 @@ def test_kernels_compile(photos, monkeypatch, capability):
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is it")
 def test_everything_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env.pop("PYTEST_XDIST_WORKER", None)
-    # The numpy of the interpreter warns of numbers that run over, which the noise means.
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::RuntimeWarning"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, __file__],
-        cwd=Path(__file__).parents[2],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    in_the_interpreter(__file__)
 
 
 @pytest.mark.gpu

@@ -6,19 +6,15 @@ As in `test_triton`, the interpreter has to be chosen before the kernels are def
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.utils.checkpoint
+from launching import in_the_interpreter
 from timm.layers import DropPath
 from torch import Tensor
 
 import pale
-from pale.ops import kernels as launching
+from pale.ops import kernels as all_kernels
 from pale.ops.block import inference, reference, triton_op
 from pale.ops.pale_attention import triton_op as attention_op
 from pale.pale_transformer import PaleBlock
@@ -455,29 +451,17 @@ def test_after_a_warm_up_nothing_is_compiled_for_ten_sizes(use):
     dtype = torch.bfloat16 if use == "inference" else torch.float32
     with context(), torch.autocast("cuda", torch.bfloat16, enabled=use == "training"):
         pale.warm_up(model)
-        known = len(launching._compiled)
+        known = len(all_kernels._compiled)
         for h, w in TEN_SIZES:
             y = model(torch.randn(2, 3, h, w, device="cuda", dtype=dtype))
             if use == "training":
                 y.float().sum().backward()
             assert y.isfinite().all()
-    assert len(launching._compiled) == known
+    assert len(all_kernels._compiled) == known
 
 
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is it")
 def test_everything_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env.pop("PYTEST_XDIST_WORKER", None)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, __file__],
-        cwd=Path(__file__).parents[2],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    in_the_interpreter(__file__)

@@ -6,15 +6,14 @@ module once more in a process of its own. There in float32 and float16 only: the
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
+from launching import in_the_interpreter
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
@@ -331,17 +330,4 @@ def test_importing_the_back_end_does_not_import_the_kernels():
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is the second process")
 def test_everything_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env.pop("PYTEST_XDIST_WORKER", None)
-    # The numpy of the interpreter warns of exp2(-inf) and the like, which the kernels mean.
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::RuntimeWarning"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, __file__],
-        cwd=Path(__file__).parents[2],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    in_the_interpreter(__file__)

@@ -14,7 +14,7 @@ A program for one size alone may know all about it, and is the faster for it: `f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 import torch
@@ -37,18 +37,14 @@ def any_size() -> bool:
     return exporting() and _known != "numbers"
 
 
-@contextmanager
-def symbolic_sizes() -> Iterator[None]:
+def symbolic_sizes() -> AbstractContextManager[None]:
     """Export with the tracer's symbols for sizes."""
-    with _knowing("symbols"):
-        yield
+    return _knowing("symbols")
 
 
-@contextmanager
-def fixed_sizes() -> Iterator[None]:
+def fixed_sizes() -> AbstractContextManager[None]:
     """Export for images of the example's height and width."""
-    with _knowing("numbers"):
-        yield
+    return _knowing("numbers")
 
 
 @contextmanager
