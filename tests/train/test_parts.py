@@ -1,12 +1,17 @@
 """Drop path, optimizer, schedule, moving average, display: each against timm's or the formula."""
 
+import copy
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
+import timm
 import torch
 from timm.layers import DropPath
 from timm.layers.drop import drop_path
+from timm.optim import param_groups_weight_decay
+from timm.optim.muon import zeropower_via_newtonschulz
 
 import pale
 from pale.data.stream import shard_positions
@@ -156,3 +161,74 @@ def test_sparkline_falls_with_its_values():
     assert sparkline([2, 1, 0]) == "█▄ "
     assert len(sparkline(range(1000), width=50)) == 50
     assert sparkline([0, 0]) == "  "
+
+
+def gradients(model, seed):
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+
+def in_float32(*args, dtype=None, **kwargs):
+    return zeropower_via_newtonschulz(*args, dtype=torch.float32, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["pale_nano", "resnet10t", "swin_tiny_patch4_window7_224"])
+def test_muon_equals_timms_on_matrices_and_adamw_elsewhere(name):
+    options = {"img_size": 64, "depths": (2, 1, 1, 1)} if name.startswith("swin") else {}
+    models = [timm.create_model(name, num_classes=10, **options) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    recipe = get("small_data.pale_t").override({"optim.name": "muon", "optim.eps": 1e-7})
+    ours = optimizer(models[0], recipe)
+    tables = getattr(models[0], "no_weight_decay", set)()
+    groups = param_groups_weight_decay(models[1], 0.05, no_weight_decay_list=tables)
+    timms = timm.optim.Muon(
+        groups, recipe.peak_lr, nesterov=True, ns_coefficients="original", eps=1e-7
+    )
+    adamw = optimizer(models[2], recipe.override({"optim.name": "adamw"}))
+    with mock.patch("timm.optim.muon.zeropower_via_newtonschulz", in_float32):
+        for seed in range(3):
+            for model, each in zip(models, (ours, timms, adamw), strict=True):
+                gradients(model, seed)
+                each.step()
+    parameters = [dict(model.named_parameters()) for model in models]
+    turned = {label for label, p in parameters[0].items() if "momentum" in ours.state[p]}
+    assert {label for label, p in parameters[0].items() if p.ndim == 4 and p.shape[1] > 1} <= turned
+    assert not turned & set(tables)
+    for label, parameter in parameters[0].items():
+        expected = parameters[1 if label in turned else 2][label]
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=2e-6, msg=label)
+
+
+def test_muon_leaves_a_step_out_and_goes_on_from_its_state():
+    recipe = get("small_data.pale_t").override({"optim.name": "muon"})
+    model, twin = nano(), nano()
+    ours = optimizer(model, recipe)
+    gradients(model, 0)
+    ours.step()
+    before = copy.deepcopy([model.state_dict(), ours.state_dict()])
+    ours.found_inf = torch.ones(())
+    gradients(model, 1)
+    for parameter in model.parameters():
+        parameter.grad[0] = math.nan
+    ours.step()
+    torch.testing.assert_close(
+        [model.state_dict(), ours.state_dict()["state"]],
+        [before[0], before[1]["state"]],
+        rtol=0,
+        atol=0,
+    )
+    twin.load_state_dict(before[0])
+    other = optimizer(twin, recipe)
+    other.load_state_dict(before[1])
+    ours.found_inf = torch.zeros(())
+    for each, adam in ((model, ours), (twin, other)):
+        gradients(each, 2)
+        adam.step()
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
+
+
+def test_muon_wants_whole_matrices():
+    with pytest.raises(ValueError, match="works on whole matrices, got parallel=fsdp"):
+        get("small_data.pale_t").override({"optim.name": "muon", "parallel": "fsdp"})

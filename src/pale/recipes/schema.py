@@ -29,6 +29,8 @@ R = TypeVar("R", bound="Recipe")
 class Optim(Settings):
     """AdamW and the learning rate. Not in the paper, from DeiT, Swin and CSWin: betas, clip, minimum, warm-up start."""
 
+    # muon: matrices go by Muon, at AdamW's learning rates; ours, not the paper's.
+    name: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(default=1e-3, gt=0)  # at a batch of `lr_batch`
     lr_batch: int = Field(default=1024, ge=1)
     scale_lr: bool = True  # in proportion to the batch; false: `lr` as it stands
@@ -142,6 +144,10 @@ class Recipe(Settings):
         if self.parallel == "fsdp" and self.cuda_graph:
             raise ValueError(
                 "cuda_graph=true records a step of a whole model, got parallel=fsdp; leave one out"
+            )
+        if self.parallel == "fsdp" and self.optim.name == "muon":
+            raise ValueError(
+                "optim.name=muon works on whole matrices, got parallel=fsdp; take adamw or parallel=ddp"
             )
         return self
 

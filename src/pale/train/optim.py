@@ -1,4 +1,4 @@
-"""AdamW with timm's parameter groups, and timm's schedules as functions of the step."""
+"""AdamW or Muon with timm's parameter groups, and timm's schedules as functions of the step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from torch import nn
 from torch.optim import AdamW
 
 from ..recipes.schema import Recipe
+from .muon import Muon
 
 
-def optimizer(model: nn.Module, recipe: Recipe) -> AdamW:
-    """AdamW: no decay on norms, biases and what the model names; learning rates by layer where asked for.
+def optimizer(model: nn.Module, recipe: Recipe) -> AdamW | Muon:
+    """The recipe's: no decay on norms, biases and what the model names; learning rates by layer where asked for.
 
-    PyTorch's fused kernel: on a CPU, too, several times as fast as a loop over small parameters.
+    AdamW is PyTorch's fused kernel: on a CPU, too, several times as fast as a loop over small parameters.
     """
     optim = recipe.optim
     named = getattr(model, "no_weight_decay", None)
@@ -24,11 +25,14 @@ def optimizer(model: nn.Module, recipe: Recipe) -> AdamW:
         )
     else:
         groups = param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=spared)
+    if optim.name == "muon":
+        tables = [p for name, p in model.named_parameters() if name in spared]
+        return Muon(groups, recipe.peak_lr, optim.betas, optim.eps, tables)
     return AdamW(groups, recipe.peak_lr, optim.betas, optim.eps, fused=True)
 
 
 def schedule(
-    optimizer: AdamW, recipe: Recipe, steps: int, samples: int
+    optimizer: AdamW | Muon, recipe: Recipe, steps: int, samples: int
 ) -> CosineLRScheduler | PolyLRScheduler | MultiStepLRScheduler:
     """Linear warm-up, then cosine, a straight line or steps to the last step; `step_update(step)` sets the rates."""
     warmup = recipe.warmup_steps
