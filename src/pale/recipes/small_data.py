@@ -22,7 +22,7 @@ def pale_t() -> Classification:
         data=Data(size=128, crop=1.0),
         augment=Augment(scale=(0.25, 1.0), auto=None, erase=0),
         mix=Mix(mixup=0.2, cutmix=1.0, probability=0.5),
-        optim=Optim(lr=1e-3, lr_batch=512),
+        optim=Optim(name="muon", lr=2e-3, lr_batch=512, weight_decay=0.3),
         batch=512,
         epochs=60,
         warmup_epochs=5,

@@ -401,7 +401,7 @@ def linear(
         tl.store(p_a + o_y, b_a.to(p_a.dtype.element_ty), mask=m_y)
 
 
-@triton.jit(do_not_specialize=["h", "w", "rows", "columns", "x_b", "x_c", "x_h", "x_w"])
+@triton.jit(do_not_specialize=["tokens", "h", "w", "rows", "columns", "x_b", "x_c", "x_h", "x_w"])
 def stem(
     p_x, p_w, p_b, p_gamma, p_beta, p_norm, tokens, h, w, rows, columns, x_b, x_c, x_h, x_w, eps,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
