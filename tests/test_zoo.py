@@ -382,13 +382,6 @@ def test_breeds_are_those_of_torchvision(photos):
         assert list(ours.labels) == theirs._labels
 
 
-needs_weights = pytest.mark.skipif(
-    not zoo.entries(),
-    reason="the package holds no weights yet: benchmarks/demo_weights.py makes them",
-)
-
-
-@needs_weights
 def test_the_packages_own_weights_are_whole_and_small():
     assert [each for each in zoo.verify() if each.problem is not None] == []
     assert sum(entry.bytes for entry in zoo.entries()) <= MOST_BYTES
@@ -412,7 +405,6 @@ def test_the_packages_own_weights_are_whole_and_small():
 SHARES = {"classification": "top1", "segmentation": "aacc", "detection": "box_ap50"}
 
 
-@needs_weights
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.parametrize("entry", zoo.entries(), ids=lambda entry: entry.name)

@@ -18,6 +18,7 @@ from PIL import Image
 from serve.serving import running, until
 from small_weights import TASKS, pixels, weights
 
+from pale import zoo
 from pale.cli import main
 from pale.predict import Predictor
 from pale.serve import Limits, Models
@@ -531,7 +532,8 @@ class TestCommand:
         assert main(["serve", *map(str, words)]) == 1
         return capsys.readouterr().err
 
-    def test_without_weights_it_says_what_to_give(self, capsys):
+    def test_without_weights_it_says_what_to_give(self, capsys, monkeypatch, tmp_path):
+        monkeypatch.setattr(zoo, "FOLDER", tmp_path)
         assert "--weights RUN" in self.error(capsys, "--port", 0)
 
     def test_one_model_a_task(self, made, capsys):

@@ -179,7 +179,7 @@ def test_muon_equals_timms_on_matrices_and_adamw_elsewhere(name):
     models = [timm.create_model(name, num_classes=10, **options) for _ in range(3)]
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
-    recipe = get("small_data.pale_t").override({"optim.name": "muon", "optim.eps": 1e-7})
+    recipe = get("imagenet.pale_t").override({"optim.name": "muon", "optim.eps": 1e-7})
     ours = optimizer(models[0], recipe)
     tables = getattr(models[0], "no_weight_decay", set)()
     groups = param_groups_weight_decay(models[1], 0.05, no_weight_decay_list=tables)
