@@ -1,9 +1,9 @@
 """From scratch on a few thousand to a few ten thousand images; ours, not the paper's.
 
 Sixty epochs of few images are few steps, so what makes learning slow on ImageNet is left out or halved: no RandAugment,
-no erasing, half of the batches mixed, crops that keep more of the picture, a smaller batch; and matrices go by Muon. On
-a tenth of tiny-imagenet-50's training images this gave 63.4 % top-1, AdamW at its usual rate 51.6 (Pale-T, one run each;
-benchmarks/results/small_data_h200.md).
+no erasing, half of the batches mixed, crops that keep more of the picture, a smaller batch; and matrices go by Muon.
+On a tenth of tiny-imagenet-50's training images this gave 63.4 % top-1, AdamW at its usual rate 51.6 (Pale-T, one run
+each; benchmarks/results/small_data_h200.md).
 """
 
 from __future__ import annotations
