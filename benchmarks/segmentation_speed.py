@@ -3,7 +3,9 @@
     python benchmarks/segmentation_speed.py --json OUT/segmentation_speed.json
 
 A training step is forward, loss, backward and AdamW at the paper's crop and batch, bf16 autocast; inference is one
-whole image of 512x2048 to logits at a quarter of it, bf16 autocast; eager, and compiled with --compiled.
+whole image of 512x2048 to logits at a quarter of it. By --mode eager, compiled, or as a CUDA graph, as `pale train
+--cuda_graph true` has it: then both networks are compiled first, but for ours in inference, which goes through
+`pale.optimize`.
 """
 
 import argparse
@@ -13,53 +15,72 @@ from pathlib import Path
 
 import torch
 
-from pale.bench import Setting, about, alternate, quartiles
+import pale
+from pale.bench import Setting, about, alternate, graphed, quartiles
 from pale.recipes.schema import Segmentation
 from pale.tasks.segmentation import SegmentationModel
 from pale.tasks.segmentation.loss import Loss, pixel_loss
+from pale.train.graphed import GraphedStep
 
 MODELS = {"pale_t": "pale_tiny", "swin_t": "swin_tiny_patch4_window7_224"}
 
 
-def train_step(
-    name: str, device: str, batch: int, crop: int, dtype: torch.dtype, width: int, compiled: bool
-):
-    model = (
-        SegmentationModel(name=name, drop_path=0.3, width=width).build(150, crop).to(device).train()
-    )
-    network = torch.compile(model) if compiled else model
-    cuda = device == "cuda"
+MODES = ("eager", "compiled", "graphs")
+
+
+def train_step(name: str, mode: str, args: argparse.Namespace):
+    device, crop = args.device, args.crop
+    model = SegmentationModel(name=name, drop_path=0.3, width=args.width).build(150, crop)
+    model = model.to(device).train()
+    network = model if mode == "eager" else torch.compile(model)
     optim = Segmentation().optim
     optimizer = torch.optim.AdamW(
-        model.parameters(), optim.lr, weight_decay=optim.weight_decay, fused=cuda or None
+        model.parameters(), optim.lr, weight_decay=optim.weight_decay, fused=True
     )
-    images = torch.randn(batch, 3, crop, crop, device=device)
-    masks = torch.randint(0, 150, (batch, crop, crop), device=device).to(torch.uint8)
+    batch = {
+        "images": torch.randn(args.batch, 3, crop, crop, device=device),
+        "masks": torch.randint(0, 150, (args.batch, crop, crop), device=device).to(torch.uint8),
+    }
+
+    def compute(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            logits, auxiliary = network(batch["images"])
+            loss = pixel_loss(logits, batch["masks"], Loss(), None)
+            loss = loss + 0.4 * pixel_loss(auxiliary, batch["masks"], Loss(), None)
+        loss.backward()
+        return loss.detach()
+
+    if mode == "graphs":
+        compute = recorded = GraphedStep(compute, model, batch)
 
     def step() -> None:
-        with torch.autocast(device, dtype):
-            logits, auxiliary = network(images)
-            loss = pixel_loss(logits, masks, Loss(), None) + 0.4 * pixel_loss(
-                auxiliary, masks, Loss(), None
-            )
-        loss.backward()
+        compute(batch)
         optimizer.step()
-        optimizer.zero_grad()
+        if mode == "graphs":
+            recorded.zero_grad()
+        else:
+            optimizer.zero_grad()
 
     return step
 
 
-def infer_step(
-    name: str, device: str, size: tuple[int, int], dtype: torch.dtype, width: int, compiled: bool
-):
-    model = SegmentationModel(name=name, width=width).build(150, size).to(device).eval()
-    network = torch.compile(model) if compiled else model
-    images = torch.randn(1, 3, *size, device=device)
+def infer_step(name: str, mode: str, args: argparse.Namespace):
+    size, dtype = tuple(args.size), torch.bfloat16
+    model = SegmentationModel(name=name, width=args.width).build(150, size).to(args.device).eval()
+    images = torch.randn(1, 3, *size, device=args.device)
+    if mode == "graphs":
+        ours = name.startswith("pale")
+        model = pale.optimize(model, dtype) if ours else torch.compile(model.to(dtype))
+        images = images.to(dtype)
+    network = torch.compile(model) if mode == "compiled" else model
 
     def step() -> None:
-        with torch.no_grad(), torch.autocast(device, dtype):
+        with torch.no_grad(), torch.autocast(args.device, dtype, enabled=mode != "graphs"):
             network(images)
 
+    if mode == "graphs":
+        with torch.no_grad():
+            return graphed(step)
     return step
 
 
@@ -73,14 +94,14 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs=2, default=(512, 2048))
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--compiled", action="store_true", help="compiled too")
+    parser.add_argument("--mode", nargs="+", default=["eager"], choices=MODES)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # as the training loop
     setting = Setting(tuple(args.size), args.device, "bf16", args.rounds)
-    dtype, rows = torch.bfloat16, []
-    for compiled in (False, True) if args.compiled else (False,):
+    rows = []
+    for mode in args.mode:
         for task in ("training", "inference"):
             steps, peaks = {}, {}
             for label, name in MODELS.items():
@@ -88,14 +109,8 @@ def main() -> None:
                     torch.cuda.synchronize()
                     held = torch.cuda.memory_allocated()
                     torch.cuda.reset_peak_memory_stats()
-                if task == "training":
-                    steps[label] = train_step(
-                        name, args.device, args.batch, args.crop, dtype, args.width, compiled
-                    )
-                else:
-                    steps[label] = infer_step(
-                        name, args.device, tuple(args.size), dtype, args.width, compiled
-                    )
+                make = train_step if task == "training" else infer_step
+                steps[label] = make(name, mode, args)
                 for _ in range(5 if args.device == "cuda" else 1):
                     steps[label]()
                 if args.device == "cuda":
@@ -108,7 +123,7 @@ def main() -> None:
                 rows.append(
                     {
                         "task": task,
-                        "mode": "compiled" if compiled else "eager",
+                        "mode": mode,
                         "model": label,
                         "batch": count,
                         "ms": medians[label],
