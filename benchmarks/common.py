@@ -16,8 +16,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from PIL import Image, ImageDraw
 
+from pale import bench
 from pale.train.distributed import join
 from pale.train.environment import environment
 from pale.train.log import read
@@ -284,8 +286,10 @@ def curves(out: Path, rows: list[dict], path: Path) -> None:
         left, lines = i * w, []
         for row in (r for r in rows if r["task"] == task):
             steps = losses(out / row["run"])
-            size = max(1, len(steps) // 60)
-            pieces = [steps[k : k + size] for k in range(0, len(steps), size)]
+            # Mixed batches have other losses than plain ones: the mean over a twentieth of the run.
+            size = max(1, len(steps) // 20)
+            ends = range(size, len(steps) + 1, max(1, size // 3))
+            pieces = [steps[k - size : k] for k in ends]
             points = [(p[-1][0], statistics.mean(loss for _, loss in p)) for p in pieces]
             lines.append((row["model"], points))
         top = max(y for _, points in lines for _, y in points[1:] or points)
@@ -302,6 +306,63 @@ def curves(out: Path, rows: list[dict], path: Path) -> None:
             ]
             draw.line(place, fill=colours[model], width=2)
     canvas.save(path)
+
+
+def speed_arguments(doc: str | None, batch: int, size: tuple[int, int]) -> argparse.ArgumentParser:
+    """The options of the scripts that measure speed alone."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int, default=batch, help="of a training step")
+    parser.add_argument("--size", type=int, nargs=2, default=size, help="height and width")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def compare_speeds(
+    args: argparse.Namespace,
+    labels: Sequence[str],
+    make: Callable[[str, str, str], Callable[[], None]],
+) -> None:
+    """Time `make(label, task, mode)` of all labels in turn, training and inference, every mode; ratios to the first."""
+    setting = bench.Setting(tuple(args.size), args.device, "bf16", args.rounds)
+    cuda, rows = args.device == "cuda", []
+    if cuda:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as the training loop
+    for mode in args.mode:
+        for task in ("training", "inference"):
+            steps, peaks = {}, {}
+            for label in labels:
+                if cuda:
+                    torch.cuda.synchronize()
+                    held = torch.cuda.memory_allocated()
+                    torch.cuda.reset_peak_memory_stats()
+                steps[label] = make(label, task, mode)
+                for _ in range(5 if cuda else 1):
+                    steps[label]()
+                if cuda:
+                    torch.cuda.synchronize()
+                    peaks[label] = (torch.cuda.max_memory_allocated() - held) / 2**20
+            times = bench.alternate(steps, setting)
+            count = args.batch if task == "training" else 1
+            first = statistics.median(times[labels[0]])
+            for label, each in times.items():
+                ms = statistics.median(each)
+                row = {
+                    **{"task": task, "mode": mode, "model": label, "batch": count, "ms": ms},
+                    **{"quartiles": bench.quartiles(each), "images_per_s": 1e3 * count / ms},
+                    **{"ours_over_it": ms / first, "peak_mb": peaks.get(label)},
+                }
+                rows.append(row)
+                say(
+                    f"{mode:9}{task:10}{label:9} batch {count}: {ms:.2f} ms, {row['images_per_s']:.2f} images/s, "
+                    f"ours / it {row['ours_over_it']:.2f}"
+                )
+            del steps
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        report = {"about": bench.about(setting), "rows": rows}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def write(out: Path, name: str, args: argparse.Namespace, rows: list[dict], table: str) -> None:

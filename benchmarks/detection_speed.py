@@ -4,19 +4,16 @@
 
 On random images of 800x1280 with ten random objects each. A training step is forward, losses, backward and AdamW
 at `--batch` images under bf16 autocast; inference is one image to 28x28 masks (torchvision's pastes them, as it
-always does), bf16 autocast. Eager, and with --compiled also with backbone and pyramid compiled.
+always does), bf16 autocast. With --mode compiled, backbone and pyramid are compiled.
 """
 
 import argparse
-import json
-import statistics
-from pathlib import Path
 
 import torch
+from common import compare_speeds, speed_arguments
 from torchvision.models.detection import maskrcnn_resnet50_fpn
 from torchvision.models.detection.image_list import ImageList
 
-from pale.bench import Setting, about, alternate, quartiles
 from pale.recipes.schema import Detection
 from pale.tasks.detection import DetectionModel
 
@@ -100,61 +97,15 @@ def step_of(label: str, task: str, args: argparse.Namespace, compiled: bool):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--size", type=int, nargs=2, default=(800, 1280))
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = speed_arguments(__doc__, 8, (800, 1280))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--compiled", action="store_true", help="compiled too")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--mode", nargs="+", default=["eager"], choices=["eager", "compiled"])
     args = parser.parse_args()
-    cuda = args.device == "cuda"
-    if cuda:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # as the training loop
-    setting = Setting(tuple(args.size), args.device, "bf16", args.rounds)
-    rows = []
-    for compiled in (False, True) if args.compiled else (False,):
-        for task in ("training", "inference"):
-            steps, peaks = {}, {}
-            for label in args.models:
-                if cuda:
-                    torch.cuda.synchronize()
-                    held = torch.cuda.memory_allocated()
-                    torch.cuda.reset_peak_memory_stats()
-                steps[label] = step_of(label, task, args, compiled)
-                for _ in range(5 if cuda else 1):
-                    steps[label]()
-                if cuda:
-                    torch.cuda.synchronize()
-                    peaks[label] = (torch.cuda.max_memory_allocated() - held) / 2**20
-            times = alternate(steps, setting)
-            medians = {label: statistics.median(t) for label, t in times.items()}
-            for label, t in times.items():
-                count = args.batch if task == "training" else 1
-                row = {
-                    "task": task,
-                    "mode": "compiled" if compiled else "eager",
-                    "model": label,
-                    "batch": count,
-                    "ms": medians[label],
-                    "quartiles": quartiles(t),
-                    "images_per_s": 1000 * count / medians[label],
-                    "ours_over_it": medians[label] / medians[args.models[0]],
-                    "peak_mb": peaks.get(label),
-                }
-                rows.append(row)
-                print(
-                    f"{row['mode']:9}{task:10}{label:9} batch {count}: {row['ms']:.2f} ms, "
-                    f"{row['images_per_s']:.2f} images/s, ours / it {row['ours_over_it']:.2f}",
-                    flush=True,
-                )
-            del steps
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"about": about(setting), "rows": rows}, indent=1) + "\n")
+
+    def make(label: str, task: str, mode: str):
+        return step_of(label, task, args, mode == "compiled")
+
+    compare_speeds(args, args.models, make)
 
 
 if __name__ == "__main__":

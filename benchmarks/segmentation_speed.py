@@ -9,14 +9,12 @@ whole image of 512x2048 to logits at a quarter of it. By --mode eager, compiled,
 """
 
 import argparse
-import json
-import statistics
-from pathlib import Path
 
 import torch
+from common import compare_speeds, speed_arguments
 
 import pale
-from pale.bench import Setting, about, alternate, graphed, quartiles
+from pale.bench import graphed
 from pale.recipes.schema import Segmentation
 from pale.tasks.segmentation import SegmentationModel
 from pale.tasks.segmentation.loss import Loss, pixel_loss
@@ -85,59 +83,16 @@ def infer_step(name: str, mode: str, args: argparse.Namespace):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batch", type=int, default=16)
+    parser = speed_arguments(__doc__, 16, (512, 2048))
     parser.add_argument("--crop", type=int, default=512)
-    parser.add_argument("--size", type=int, nargs=2, default=(512, 2048))
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--mode", nargs="+", default=["eager"], choices=MODES)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.device == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # as the training loop
-    setting = Setting(tuple(args.size), args.device, "bf16", args.rounds)
-    rows = []
-    for mode in args.mode:
-        for task in ("training", "inference"):
-            steps, peaks = {}, {}
-            for label, name in MODELS.items():
-                if args.device == "cuda":
-                    torch.cuda.synchronize()
-                    held = torch.cuda.memory_allocated()
-                    torch.cuda.reset_peak_memory_stats()
-                make = train_step if task == "training" else infer_step
-                steps[label] = make(name, mode, args)
-                for _ in range(5 if args.device == "cuda" else 1):
-                    steps[label]()
-                if args.device == "cuda":
-                    torch.cuda.synchronize()
-                    peaks[label] = (torch.cuda.max_memory_allocated() - held) / 2**20
-            times = alternate(steps, setting)
-            medians = {label: statistics.median(t) for label, t in times.items()}
-            for label, t in times.items():
-                count = args.batch if task == "training" else 1
-                rows.append(
-                    {
-                        "task": task,
-                        "mode": mode,
-                        "model": label,
-                        "batch": count,
-                        "ms": medians[label],
-                        "quartiles": quartiles(t),
-                        "images_per_s": 1e3 * count / medians[label],
-                        "ours_over_it": medians[label] / medians["pale_t"],
-                        "peak_mb": peaks.get(label),
-                    }
-                )
-                print(rows[-1], flush=True)
-            del steps
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"about": about(setting), "rows": rows}, indent=1) + "\n")
+
+    def make(label: str, task: str, mode: str):
+        return (train_step if task == "training" else infer_step)(MODELS[label], mode, args)
+
+    compare_speeds(args, list(MODELS), make)
 
 
 if __name__ == "__main__":

@@ -269,7 +269,7 @@ class Trainer:
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         if self.guard:
             skip = self.guard.look(self.step, lr, keys, loss, norm)
-            self.optimizer.found_inf = skip  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skip  # type: ignore[union-attr]
             self.optimizer.step()
             self.statistics.put_back(skip)
             if self.ema:
