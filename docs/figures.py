@@ -2,7 +2,8 @@
 
 Who belongs to which group comes from the operator's own `Region`, so the figures show what the code does.
 docs/pales.png is made by `pale view pales pale_tiny --size 224 224 --at 20 37 -o docs/pales.png`,
-docs/attention.jpg by `pale view attention examples/cat.jpg`.
+docs/attention.jpg by `pale view attention examples/cat.jpg`, docs/predicted.jpg by `pale predict examples/cat.jpg`
+with `--task segmentation` and `--task detection`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,10 @@ from train.tiny import tiny
 
 import pale
 from pale import weights as weight_files
+from pale import zoo
 from pale.cli import main
 from pale.data.scenes import draw
+from pale.loading import load
 from pale.view_attention import Look, chosen_heads, handed_on, look, unmerged
 from pale.view_sheet import DARK, TINTS, heat, laid_over, page, pale_colours, save, sheet
 
@@ -404,6 +406,23 @@ class TestCommand:
         command = ["view", "attention", str(tmp_path / "photo.png"), "--weights", "pale_nano"]
         assert main([*command, "--size", "64", "-o", str(tmp_path / "a.html")]) == 0
         assert "untrained" in capsys.readouterr().out
+
+    def test_without_weights_it_is_the_classifier_in_the_box(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        scene().save(tmp_path / "photo.png")
+        command = ["view", "attention", str(tmp_path / "photo.png"), "--size", "64", "--json"]
+        assert main([*command, "-o", str(tmp_path / "a.png")]) == 0
+        about = json.loads(capsys.readouterr().out)
+        assert (about["model"], about["trained"]) == ("pale_nano", True)
+        assert about["classes"][0]["name"] in load("classify_pets").classes
+        monkeypatch.setattr(zoo, "FOLDER", tmp_path)
+        assert main([*command, "-o", str(tmp_path / "b.png")]) == 0
+        about = json.loads(capsys.readouterr().out)
+        assert (about["model"], about["trained"]) == ("pale_tiny", False)
 
     @pytest.mark.parametrize(
         ("words", "message"),

@@ -78,9 +78,8 @@ def add_attention(views: Any) -> None:
     )
     attention.add_argument(
         "--weights",
-        default="pale_tiny",
         metavar="MODEL",
-        help=f"{SOURCE} (default pale_tiny, untrained)",
+        help=f"{SOURCE} (default: the classifier that comes with the package)",
     )
     attention.add_argument("--recipe", help="for foreign weights: the recipe that says the model")
     attention.add_argument(

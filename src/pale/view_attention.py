@@ -29,6 +29,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
+from . import zoo
 from .data.images import read_image
 from .layers import separable_convs
 from .loading import Loaded, load, read_pixels
@@ -270,7 +271,7 @@ class Look(Glance):
 
 def look(
     picture: str | Path | Image.Image,
-    source: str | Path | nn.Module | Loaded = "pale_tiny",
+    source: str | Path | nn.Module | Loaded | None = None,
     *,
     recipe: str | None = None,
     size: int | None = None,
@@ -279,11 +280,12 @@ def look(
 
     Args:
         picture: a file, or an RGB picture.
-        source: a run's folder, weights, a model's name (untrained), or a module.
+        source: a run's folder, weights, a model's name (untrained), or a module; by default the classifier that comes
+            with the package.
         recipe: for foreign weights: the recipe that says the model.
         size: the short side is brought to this; by default the size that a classifier was trained at, else 224.
     """
-    loaded = load(source, recipe)
+    loaded = load(source or zoo.default("classification") or "pale_tiny", recipe)
     size = usual_size(loaded) if size is None else size
     if not 16 <= size <= MOST_SIZE:
         raise ValueError(f"size must be in 16..{MOST_SIZE}, got {size}; every token is kept")

@@ -24,9 +24,11 @@ def by_products(x: Tensor, size: Sequence[int]) -> Tensor:
     """The same, channels last in memory; fastest where `x` is so too."""
     b, c, h, w = x.shape
     with torch.autocast(x.device.type, enabled=False):
-        y = shares(h, size[0], x) @ x.movedim(1, -1).reshape(b, h, w * c)
-        y = shares(w, size[1], x) @ y.reshape(b * size[0], w, c)
-    return y.reshape(b, *size, c).movedim(-1, 1)
+        # Not by matmul, which would fold batch and columns into one, by two copies of the map.
+        y = x.movedim(1, -1).reshape(b, h, w * c)
+        y = torch.bmm(shares(h, size[0], x).expand(b, -1, -1), y).view(b * size[0], w, c)
+        y = torch.bmm(shares(w, size[1], x).expand(len(y), -1, -1), y)
+    return y.view(b, *size, c).movedim(-1, 1)
 
 
 def shares(before: int, after: int, like: Tensor) -> Tensor:
