@@ -72,11 +72,11 @@ def overfit() -> Detection:
         augment={"short": 512, "long": 864, "flip": 0.0},
         test={"short": 512, "long": 864},
         optim=Optim(
-            lr=2e-4, lr_batch=16, warmup_lr=2e-7, schedule="steps", steps_at=(200, 275), clip=5.0
+            lr=2e-4, lr_batch=16, warmup_lr=2e-7, schedule="steps", steps_at=(110, 140), clip=5.0
         ),
-        epochs=300,
+        epochs=150,
         warmup_steps=100,
-        eval_every=100,
+        eval_every=75,
         reported=None,
     )
 

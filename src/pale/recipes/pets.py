@@ -69,9 +69,9 @@ def mask_rcnn_pale_t() -> Detection:
             clip=5.0,
         ),
         batch=32,
-        epochs=40,
+        epochs=20,
         warmup_steps=300,
-        eval_every=10,
+        eval_every=20,
     )
 
 
