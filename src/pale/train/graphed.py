@@ -80,21 +80,5 @@ class GraphedStep:
         torch._foreach_zero_(self.grads)
 
 
-def record_part(part: nn.Module, example: Tensor, dtype: torch.dtype | None) -> None:
-    """Make a part of a model one CUDA graph forward and one backward, in training, for inputs like the example.
-
-    For a model whose step cannot be recorded whole. Gradients lie where the graph writes them: not to be accumulated.
-    """
-    states = [(buffer, buffer.clone()) for buffer in part.buffers()]
-    # Weights that were cast to 16 bits before must not be taken: the graph casts them itself.
-    with torch.autocast(
-        "cuda", dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False
-    ):
-        torch.cuda.make_graphed_callables(part, (example.clone(),), allow_unused_input=True)
-    with torch.no_grad():
-        for buffer, before in states:
-            buffer.copy_(before)
-
-
 def _on_device(batch: dict[str, Any]) -> dict[str, Tensor]:
     return {n: v for n, v in batch.items() if isinstance(v, Tensor) and v.is_cuda}

@@ -450,11 +450,6 @@ class MaskRCNN(nn.Module):
         """Compute the backbone's blocks again in the backward pass."""
         self.body.set_grad_checkpointing(enable)
 
-    @property
-    def recordable(self) -> nn.Module:
-        """What of a training step can be recorded, where all images have one size."""
-        return self.body
-
     def compile_parts(self) -> None:
         """Compile what has a regular shape, once for all sizes: backbone and pyramid; the rest stays eager."""
         self.body.compile(dynamic=True)

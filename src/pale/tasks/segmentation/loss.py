@@ -14,7 +14,6 @@ from torch import Tensor
 from ...data.draws import number
 from ...data.masks import IGNORED
 from ...settings import Settings
-from .resizing import bilinear
 
 
 class Loss(Settings):
@@ -55,13 +54,11 @@ def pixel_loss(logits: Tensor, masks: Tensor, settings: Loss, weights: Tensor | 
     The sum over labelled pixels is divided by the number of all pixels, as in mmsegmentation: so an
     image without labels adds nothing, and the loss does not depend on how a batch is shared out.
     """
-    logits = bilinear(logits.float(), masks.shape[-2:])
+    logits = F.interpolate(logits.float(), masks.shape[-2:], mode="bilinear", align_corners=False)
     labels = masks.long()
-    pixels = logits.movedim(1, -1).flatten(0, -2)  # whose classes lie side by side
     each = F.cross_entropy(
-        pixels, labels.flatten(), weights, ignore_index=IGNORED, reduction="none"
+        logits, labels, weights, ignore_index=IGNORED, reduction="none"
     )  # 0 where ignored
-    each = each.view_as(labels)
     if settings.ohem is not None:
         each = each * hard(logits.detach(), labels, settings.ohem, settings.ohem_keep)
     loss = each.mean()
