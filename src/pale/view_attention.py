@@ -285,7 +285,9 @@ def look(
         recipe: for foreign weights: the recipe that says the model.
         size: the short side is brought to this; by default the size that a classifier was trained at, else 224.
     """
-    loaded = load(source or zoo.default("classification") or "pale_tiny", recipe)
+    if source is None:
+        source = zoo.default("classification") or "pale_tiny"
+    loaded = load(source, recipe)
     size = usual_size(loaded) if size is None else size
     if not 16 <= size <= MOST_SIZE:
         raise ValueError(f"size must be in 16..{MOST_SIZE}, got {size}; every token is kept")

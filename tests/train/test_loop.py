@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from pale.data.labelled import batches, make_loader
 from pale.recipes.schema import text
 from pale.train import loop
 from pale.train.distributed import World
@@ -261,6 +262,7 @@ def test_settings_of_the_optimizer_that_change_take_effect_when_a_run_goes_on(tm
     ("change", "message"),
     [
         ({"optim__layer_decay": 0.7}, "groups parameters otherwise.*optim.layer_decay cannot be"),
+        ({"optim__name": "muon"}, "groups parameters otherwise.*optim.name cannot change"),
         (
             {"model__options": {"depths": [2, 1, 1, 1]}},
             r"it holds \d+ parameters, the model \d+.*go on with the recipe of the run",
@@ -270,12 +272,35 @@ def test_settings_of_the_optimizer_that_change_take_effect_when_a_run_goes_on(tm
             r"head.fc.weight is \(8, 16\) there, \(8, 32\) here.*the model cannot change",
         ),
     ],
-    ids=["layer decay", "depth", "width"],
+    ids=["layer decay", "optimizer", "depth", "width"],
 )
 def test_what_cannot_change_when_a_run_goes_on_is_said(tmp_path, change, message):
     train(tiny(epochs=1, ema=None), tmp_path, ALONE, quiet=True)
     with pytest.raises(ValueError, match=message):
         train(tiny(ema=None, **change), tmp_path, ALONE, resume=True, quiet=True)
+
+
+@pytest.mark.parametrize("names", [("adamw", "muon"), ("muon", "adamw")])
+def test_the_optimizer_cannot_change_where_its_groups_are_the_same(tmp_path, names):
+    """All that a ResNet decays are matrices."""
+    plain = {"model__name": "resnet10t", "model__options": {}, "model__drop_path": 0.0, "ema": None}
+    train(tiny(epochs=1, optim__name=names[0], **plain), tmp_path, ALONE, quiet=True)
+    with pytest.raises(ValueError, match=r"optim\.name cannot change"):
+        train(tiny(optim__name=names[1], **plain), tmp_path, ALONE, resume=True, quiet=True)
+
+
+def test_a_run_by_muon_goes_on_bit_equal(tmp_path):
+    recipe = tiny(optim__name="muon")
+    train(recipe, tmp_path / "a", ALONE, quiet=True)
+    trainer = Trainer(recipe, tmp_path / "b", ALONE)
+    trainer.run.mkdir()
+    loader = make_loader(trainer.data, trainer.sampler, trainer.task.collate, 0, False)
+    iterator = batches(loader)
+    for _ in range(4):
+        trainer.make_step(iterator)
+    trainer.save()
+    train(recipe, tmp_path / "b", ALONE, resume=True, quiet=True)
+    assert_same(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused_at_once(tmp_path):

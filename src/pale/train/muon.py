@@ -1,7 +1,7 @@
 """Muon: the step of a matrix is its momentum, made orthogonal; everything else goes as AdamW says.
 
-The Newton-Schulz iteration is timm's. timm's optimizer, and PyTorch's, go through the matrices one by one, thousands of
-small kernels a step; here all matrices of a shape go together.
+The Newton-Schulz iteration is timm's. timm's optimizer, and PyTorch's, go through the matrices one by one; here all
+matrices of a shape go together, in a few kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 ROUNDS = 5
-COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]  # of Keller Jordan's Muon
+COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]  # of Keller Jordan's Muon, in every round
 TINY = 1e-7  # a momentum of this norm is left as small as it is
 
 
@@ -126,4 +126,4 @@ def is_matrix(parameter: Tensor) -> bool:
 def orthogonal(matrices: Tensor) -> Tensor:
     """Matrices (n, a, b) with all singular values near 1; in bf16 where that is fast."""
     dtype = torch.bfloat16 if matrices.is_cuda else torch.float32
-    return zeropower_via_newtonschulz(matrices, ROUNDS, COEFFICIENTS * ROUNDS, TINY, dtype=dtype)
+    return zeropower_via_newtonschulz(matrices, ROUNDS, COEFFICIENTS, TINY, dtype=dtype)

@@ -171,16 +171,20 @@ def restore(
 
 def _require_same(path: Path, saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
     """Moments are found by their place in the groups."""
-    there, here = ([len(group["params"]) for group in groups] for groups in (saved, own))
-    if sum(there) != sum(here):
-        raise ValueError(
-            f"{path} does not fit this recipe (it holds {sum(there)} parameters, the model {sum(here)}); "
-            "go on with the recipe of the run"
-        )
+    there, here = (sum(len(group["params"]) for group in groups) for groups in (saved, own))
     if there != here:
         raise ValueError(
-            f"{path} does not fit this recipe (it groups parameters otherwise); optim.layer_decay cannot be "
-            "set or unset when a run goes on, other values of optim can change"
+            f"{path} does not fit this recipe (it holds {there} parameters, the model {here}); "
+            "go on with the recipe of the run"
+        )
+    # Muon's groups say whether they are matrices; a model may have the same groups under both optimizers.
+    kinds = [
+        [(len(group["params"]), group.get("muon")) for group in groups] for groups in (saved, own)
+    ]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"{path} does not fit this recipe (it groups parameters otherwise); when a run goes on optim.name cannot "
+            "change and optim.layer_decay cannot be set or unset, other values of optim can change"
         )
 
 
