@@ -359,10 +359,10 @@ def compare_speeds(
                     f"ours / it {row['ours_over_it']:.2f}"
                 )
             del steps
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"about": bench.about(setting), "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+            if args.json:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                report = {"about": bench.about(setting), "rows": rows}
+                args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def write(out: Path, name: str, args: argparse.Namespace, rows: list[dict], table: str) -> None:

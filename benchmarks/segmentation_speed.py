@@ -30,7 +30,7 @@ def train_step(name: str, mode: str, args: argparse.Namespace):
     device, crop = args.device, args.crop
     model = SegmentationModel(name=name, drop_path=0.3, width=args.width).build(150, crop)
     model = model.to(device).train()
-    network = model if mode == "eager" else torch.compile(model)
+    network = torch.compile(model) if mode == "compiled" else model
     optim = Segmentation().optim
     optimizer = torch.optim.AdamW(
         model.parameters(), optim.lr, weight_decay=optim.weight_decay, fused=True
@@ -68,7 +68,7 @@ def infer_step(name: str, mode: str, args: argparse.Namespace):
     images = torch.randn(1, 3, *size, device=args.device)
     if mode == "graphs":
         ours = name.startswith("pale")
-        model = pale.optimize(model, dtype) if ours else torch.compile(model.to(dtype))
+        model = pale.optimize(model, dtype) if ours else model.to(dtype)
         images = images.to(dtype)
     network = torch.compile(model) if mode == "compiled" else model
 

@@ -1,11 +1,24 @@
 """Processes of their own: commands in two, started by torchrun as a user does, and tests in Triton's interpreter."""
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
+
+KINDS = {
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+}
 
 
 def torchrun(
@@ -44,6 +57,26 @@ def in_the_interpreter(module: str) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout
+
+
+def compiling(capability: int, compiled: list[str]) -> Callable[..., None]:
+    """In place of `launch`: compiles the kernel for an NVIDIA GPU, which need not be here, and notes its name."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def build(module, name, grid, *args, options, **constants):
+        kernel = getattr(importlib.import_module(module), name)
+        kinds = {int: "i32", float: "fp32"}
+        given = [kinds.get(type(x)) or KINDS[x.dtype] for x in args] + ["constexpr"] * len(
+            constants
+        )
+        source = ASTSource(kernel, dict(zip(kernel.arg_names, given, strict=True)), constants)
+        options = options | {"enable_fp_fusion": True}
+        triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        compiled.append(name)
+
+    return build
 
 
 def heed_ctrl_c() -> None:

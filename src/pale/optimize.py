@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch.utils._pytree import tree_map
 
 from . import fused
 from .ops.block import inference
@@ -23,9 +25,11 @@ def optimize(
     On a GPU with Triton each block becomes six or seven kernels and, where channels are many, cuBLAS calls. Elsewhere
     the copy computes what the model does, in `dtype`.
 
+    Of a detector, backbone and pyramid are made ready; the heads stay as they are, for autocast to choose.
+
     Args:
         model: a `PaleTransformer`, or any module with one inside, on the device where it will run.
-        dtype: of weights, activations and input.
+        dtype: of weights, activations and input; a detector's input stays as it was.
         cuda_graph: record the kernels of each input shape once and replay them: no launch overhead, which decides the
             latency at small batches. Up to eight shapes are kept, each with its own memory for activations.
     """
@@ -38,7 +42,11 @@ def optimize(
         raise ValueError(
             f"cuda_graph=True needs a model on a CUDA device, got {device}; move it there first, or leave it out"
         )
-    model = copy.deepcopy(model).eval().requires_grad_(False).to(dtype)
+    if isinstance(body := getattr(model, "body", None), nn.Module):
+        model = copy.deepcopy(model).eval().requires_grad_(False)
+        model.body = Part(optimize(body, dtype, cuda_graph), dtype)
+        return model
+    model = fold_norms(copy.deepcopy(model).eval()).requires_grad_(False).to(dtype)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, PaleBlock):
@@ -52,6 +60,18 @@ def optimize(
                 if FusedStem.takes(child, like):
                     setattr(module, name, FusedStem(child))
     return Graphed(model) if cuda_graph else model
+
+
+def fold_norms(model: nn.Module) -> nn.Module:
+    """Put batch norms that follow a convolution in an `nn.Sequential` into its weights, in place."""
+    for module in model.modules():
+        if not isinstance(module, nn.Sequential) or len(module) < 2:
+            continue
+        conv, norm = module[0], module[1]
+        if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+            folded = fuse_conv_bn_eval(conv, norm)
+            module[0], module[1] = folded.to(memory_format=torch.channels_last), nn.Identity()
+    return model
 
 
 class FusedStem(nn.Module):
@@ -119,16 +139,30 @@ class FusedBlock(nn.Module):
         return inference.mlp_residual(y, fc1.weight, fc1.bias, fc2.weight, x)
 
 
+class Part(nn.Module):
+    """A part of a model with a dtype of its own: what it takes and gives has the dtype of the rest."""
+
+    def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.part, self.dtype = part, dtype
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Any:
+        """The part's maps of images `x`."""
+        with torch.autocast(x.device.type, enabled=False):
+            return tree_map(lambda y: y.to(x.dtype), self.part(x.to(self.dtype)))
+
+
 class Graphed(nn.Module):
     """Replays a CUDA graph for each shape of input; everything but the call itself is the model's."""
 
     def __init__(self, model: nn.Module, limit: int = 8) -> None:
         super().__init__()
         self.model, self.limit = model, limit
-        self.graphs: OrderedDict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = OrderedDict()
+        self.graphs: OrderedDict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Any]] = OrderedDict()
 
     @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """The model's output for `x`, in memory of its own."""
         key = x.shape, x.stride(), x.dtype, x.device
         if key not in self.graphs:
@@ -139,9 +173,9 @@ class Graphed(nn.Module):
         graph, source, result = self.graphs[key]
         source.copy_(x)
         graph.replay()
-        return result.clone()
+        return tree_map(torch.clone, result)
 
-    def _record(self, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _record(self, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Any]:
         source = x.clone(memory_format=torch.preserve_format)
         stream = torch.cuda.Stream(x.device)
         stream.wait_stream(torch.cuda.current_stream(x.device))

@@ -6,14 +6,12 @@ kernels are defined, so `test_everything_in_the_interpreter` runs this module on
 
 from __future__ import annotations
 
-import importlib
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import in_the_interpreter
+from launching import compiling, in_the_interpreter
 from PIL import Image
 from timm.data import auto_augment
 
@@ -326,25 +324,8 @@ def test_kernels_make_the_images_of_plain_pytorch(photos, size):
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
 @pytest.mark.parametrize("capability", [75, 90])
 def test_kernels_compile(photos, monkeypatch, capability):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    compiled = []
-
-    def build(module, name, grid, *args, options, **constants):
-        kinds = {torch.uint8: "*u8", torch.int64: "*i64", torch.float64: "*fp64"}
-        kinds[torch.float32] = "*fp32"
-        kernel = getattr(importlib.import_module(module), name)
-        given = [kinds[x.dtype] if isinstance(x, torch.Tensor) else "i32" for x in args]
-        given += ["constexpr"] * len(constants)
-        signature = dict(zip(kernel.arg_names, given, strict=True))
-        source = ASTSource(kernel, signature, constants)
-        options = options | {"enable_fp_fusion": True}
-        triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        compiled.append(name)
-
-    monkeypatch.setattr(augmenting, "launch", build)
+    compiled: list[str] = []
+    monkeypatch.setattr(augmenting, "launch", compiling(capability, compiled))
     pictures = Pictures(photos)
     planned = Planned(photos, Planner(48, EVERYTHING), 3, pictures.sizes)
     plan = collate([planned[2, i] for i in range(24)])["plan"]

@@ -11,6 +11,7 @@ from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.ops import MultiScaleRoIAlign, roi_align
 
+import pale
 from pale import cost
 from pale.pale_transformer import PALE_T
 from pale.recipes import RECIPES, get
@@ -125,6 +126,26 @@ def test_the_pyramid_serves_torchvisions_other_detectors(kind):
     with torch.no_grad():
         found = model.eval()(images)
     assert [set(f) >= {"boxes", "labels", "scores"} for f in found] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["cpu", "gpu"]
+)
+def test_an_optimized_detector_finds_the_same(device):
+    model = small().to(device)
+    images = [torch.randint(0, 256, (3, 64, 80), dtype=torch.uint8, device=device)]
+    quick = pale.optimize(model, torch.float32, cuda_graph=device == "cuda")
+    assert model.training
+    with torch.no_grad():
+        wanted = model.eval()(images)[0]
+        for _ in range(2):
+            found = quick(images)[0]
+            for name in wanted:
+                torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-3)
+    half = pale.optimize(model)
+    maps = half.body(torch.randn(1, 3, 64, 96, device=device))
+    assert {m.dtype for m in maps.values()} == {torch.float32}
+    assert {p.dtype for p in half.body.parameters()} == {torch.bfloat16}
 
 
 def test_a_pyramid_needs_a_hierarchical_backbone():

@@ -129,6 +129,19 @@ def test_dropped_channels_do_not_reach_the_classifiers():
         assert torch.equal(out, head.classifier.bias[:, None, None].expand_as(out))
 
 
+@torch.no_grad()
+def test_an_optimized_segmenter_gives_the_same_without_batch_norms():
+    model = SegmentationModel(name="pale_nano", width=16, auxiliary=0).build(5, 64).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            for value in (module.running_mean, module.running_var, module.weight, module.bias):
+                value.uniform_(0.5, 1.5)
+    x = torch.randn(1, 3, 45, 70)
+    quick = pale.optimize(model, torch.float32)
+    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in quick.modules())
+    torch.testing.assert_close(quick(x), model(x), rtol=1e-4, atol=1e-4)
+
+
 def test_checkpointing_changes_nothing():
     torch.manual_seed(0)
     plain = small().build(5, 64)

@@ -89,8 +89,8 @@ class Recipe(Settings):
         parallel: how several processes share the work: ddp holds the whole model on each, fsdp a shard of it, where it
             does not fit; a run can go on with the other.
         compile: torch.compile the model.
-        cuda_graph: record a step's forward and backward pass and launch it as one; several processes average their
-            gradients after it.
+        cuda_graph: record a step's forward and backward pass and launch it as one (of a detector: those of backbone
+            and pyramid); several processes average their gradients after it.
         ema: decay of the moving average of the weights, which is then what is evaluated and saved.
         on_nonfinite: stop at a loss or gradient that is no number, or skip the step.
         tensorboard: also write the log's figures for TensorBoard, into the run's folder.
@@ -297,9 +297,11 @@ class Detection(Recipe):
                 f"the rate's last step must come before the end, got optim.steps_at up to {last:g} and "
                 f"{self.epochs} epochs; set both"
             )
-        if self.cuda_graph:
+        if self.cuda_graph and (self.augment.crop is None or self.accumulate > 1):
             raise ValueError(
-                "cuda_graph=true needs images of one size, but detection's differ; take compile=true"
+                "cuda_graph=true needs images of one size and a batch in one piece, got "
+                f"augment.crop={self.augment.crop} and accumulate={self.accumulate}; set augment.crop, or take "
+                "compile=true"
             )
         if self.parallel == "fsdp":
             raise ValueError("detection works with parallel=ddp alone, got fsdp")

@@ -31,6 +31,9 @@ class GraphedStep:
         self.buffers = {name: value.clone() for name, value in _on_device(batch).items()}
         if not self.buffers:
             raise ValueError("a CUDA graph needs a batch with tensors on a CUDA device, got none")
+        self.compute = (
+            compute  # with all that the graph reads: buffers too must stay where they are
+        )
         for parameter in model.parameters():
             parameter.grad = None
         states = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -78,6 +81,22 @@ class GraphedStep:
     def zero_grad(self) -> None:
         """Gradients to zero, in place."""
         torch._foreach_zero_(self.grads)
+
+
+def record_part(part: nn.Module, example: Tensor, dtype: torch.dtype | None) -> None:
+    """Make a part of a model one CUDA graph forward and one backward, in training, for inputs like the example.
+
+    For a model whose step cannot be recorded whole. Gradients lie where the graph writes them: not to be accumulated.
+    """
+    states = [(buffer, buffer.clone()) for buffer in part.buffers()]
+    # Weights that were cast to 16 bits before must not be taken: the graph casts them itself.
+    with torch.autocast(
+        "cuda", dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False
+    ):
+        torch.cuda.make_graphed_callables(part, (example.clone(),), allow_unused_input=True)
+    with torch.no_grad():
+        for buffer, before in states:
+            buffer.copy_(before)
 
 
 def _on_device(batch: dict[str, Any]) -> dict[str, Tensor]:

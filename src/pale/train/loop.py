@@ -31,7 +31,7 @@ from .distributed import World
 from .drop_path import DropPaths
 from .environment import environment
 from .evaluate import Evaluation, autocast, to_device
-from .graphed import GraphedStep
+from .graphed import GraphedStep, record_part
 from .guard import LAG, Average, Guard, Seen, Statistics
 from .log import Display, Log
 from .optim import optimizer, schedule
@@ -132,6 +132,7 @@ class Trainer:
             else:
                 self.network = torch.compile(self.network)
         self.graphed: GraphedStep | None = None
+        self.recorded = False  # a part of the model
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -247,6 +248,11 @@ class Trainer:
     def _compute(self, batch: dict[str, Any]) -> Tensor:
         """The loss of a prepared batch, with its gradients added."""
         if not self.recipe.cuda_graph or self.world.device.type != "cuda":
+            return self._forward_backward(batch)
+        if (part := getattr(self.model, "recordable", None)) is not None:
+            if not self.recorded:
+                record_part(part, batch["images"], self.dtype)
+                self.recorded = True
             return self._forward_backward(batch)
         if self.graphed is None:
             self.graphed = GraphedStep(self._forward_backward, self.model, batch)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
@@ -268,12 +270,12 @@ class DetectionTask:
         images = batch["images"]
         if step is not None and self.augment.distort:
             images = distort(images, batch["draws"])
-        images = normalise(images)
-        for image, (h, w) in zip(images, batch["sizes"], strict=True):
-            image[:, h:] = 0
-            image[:, :, w:] = 0
+        images = framed(normalise(images), batch["sizes"])
         if step is None:
             return batch | {"images": images}
+        if frame := self.augment.crop_size:  # all batches of one size
+            h, w = images.shape[-2:]
+            images = F.pad(images, (0, frame[1] - w, 0, frame[0] - h))
         parts = [batch[k].split(batch["counts"]) for k in ("boxes", "labels")]
         masks = batch["masks"].split(batch["counts"]) if self.masks else None
         targets: list[dict[str, Any]] = []
@@ -318,6 +320,16 @@ class DetectionTask:
         return side_by_side(
             source.image(index), own, entry["detections"], self.classes, source.categories
         )
+
+
+def framed(images: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
+    """Images (b, 3, h, w), zero where they are padding."""
+    ends = torch.tensor(sizes).to(images.device, non_blocking=True)
+    rows, columns = (
+        torch.arange(images.shape[axis], device=images.device) < ends[:, axis - 2, None]
+        for axis in (2, 3)
+    )
+    return images * (rows[:, None, :, None] & columns[:, None, None])
 
 
 def _require_pictures(source: InstanceSource) -> None:

@@ -24,18 +24,21 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
-from torchvision.ops import batched_nms, roi_align
+from torchvision.ops import roi_align
 
 from ...data.transforms import normalise
 from ...settings import Settings
 from ..backbones import layer_groups, spared
 from .pyramid import FeaturePyramid
+from .suppression import survivors
 from .targets import Objects, draw, keys, match_anchors, match_regions
 
 RATIOS = (0.5, 1.0, 2.0)  # height over width
 BOX_POOL, MASK_POOL, MASK_SIDE = 7, 14, 28
 FINEST_SCALE = 56  # side of a region from which on P3 is used
 MOST_PIXELS = 2**27  # of masks in float32 at a time
+# For torch.compile: an analysis that is not meant for varying sizes fails on them in PyTorch 2.11 (its issue 181563).
+DYNAMIC = {"triton.coalesce_tiling_analysis": False}
 
 
 class Heads(Settings):
@@ -145,27 +148,28 @@ class RPN(RegionProposalNetwork):
         num_anchors_per_level: list[int],
     ) -> tuple[list[Tensor], list[Tensor]]:
         """torchvision's: boxes and scores of each image, the best of each level, overlaps suppressed."""
-        b, device = len(proposals), proposals.device
+        device, sizes = (
+            proposals.device,
+            [min(self.pre_nms_top_n(), n) for n in num_anchors_per_level],
+        )
         place = self._get_top_n_idx(objectness.detach(), num_anchors_per_level)
-        ends = torch.tensor(num_anchors_per_level).cumsum(0).to(device, non_blocking=True)
-        level = torch.bucketize(place, ends, right=True)
         scores = objectness.detach().gather(1, place).sigmoid()
         boxes = proposals.gather(1, place[..., None].expand(-1, -1, 4))
         edges = torch.tensor([(w, h, w, h) for h, w in image_shapes], dtype=boxes.dtype)
         boxes = torch.minimum(boxes.clamp(min=0), edges.to(device, non_blocking=True)[:, None])
-        # What is too small goes last, where it suppresses nothing, and then goes.
         large = ((boxes[..., 2:] - boxes[..., :2]) >= self.min_size).all(2)
-        scores = torch.where(large & (scores >= self.score_thresh), scores, -1.0)
-        found_boxes, found_scores = [], []
-        for i in range(b):
-            keep = batched_nms(boxes[i], scores[i], level[i], self.nms_thresh)
-            keep = keep[: self.post_nms_top_n()]
-            found_boxes.append(boxes[i, keep])
-            found_scores.append(scores[i, keep])
-        alive = torch.stack([(s >= 0).sum() for s in found_scores]).tolist()
+        alive = large & (scores >= self.score_thresh)
+        # A list for each level of each image, its best first, all of one length.
+        lists = _levels(boxes, sizes).flatten(0, 1), _levels(alive, sizes).flatten(0, 1)
+        kept = survivors(*lists, self.nms_thresh).view(len(boxes), len(sizes), -1)
+        kept = torch.cat([kept[:, i, :n] for i, n in enumerate(sizes)], 1)
+        scores = torch.where(kept, scores, -1.0)
+        scores, place = scores.topk(min(self.post_nms_top_n(), scores.shape[1]))
+        boxes = boxes.gather(1, place[..., None].expand(-1, -1, 4))
+        counts = (scores >= 0).sum(1).tolist()
         return (
-            [x[:n] for x, n in zip(found_boxes, alive, strict=True)],
-            [x[:n] for x, n in zip(found_scores, alive, strict=True)],
+            [x[:n] for x, n in zip(boxes, counts, strict=True)],
+            [x[:n] for x, n in zip(scores, counts, strict=True)],
         )
 
     def losses(
@@ -204,13 +208,17 @@ class PyramidRoIAlign(nn.Module):
         h, w = regions[:, 4] - regions[:, 2], regions[:, 3] - regions[:, 1]
         scale = (h * w).clamp(min=0).sqrt()
         level = (scale / FINEST_SCALE + 1e-6).log2().floor().clamp(0, len(self.strides) - 1)
-        out = maps[0].new_zeros(len(regions), maps[0].shape[1], self.side, self.side)
-        for i, (stride, x) in enumerate(zip(self.strides, maps, strict=False)):
-            mine = (level == i).nonzero()[:, 0]
-            # Also where there is none: every level has its part in the graph, as DDP expects.
-            found = roi_align(x, regions[mine], self.side, 1 / stride, 0, aligned=True)
-            out = out.index_copy(0, mine, found.to(out.dtype))
-        return out
+        level, order = level.sort(stable=True)
+        numbers = torch.arange(len(self.strides), device=level.device)
+        counts = (level == numbers[:, None]).sum(1).tolist()
+        # Also where there is none: every level has its part in the graph, as DDP expects.
+        found = [
+            roi_align(x, mine, self.side, 1 / stride, 0, aligned=True)
+            for mine, stride, x in zip(
+                regions[order].split(counts), self.strides, maps, strict=False
+            )
+        ]
+        return torch.cat(found).index_select(0, order.argsort())
 
 
 class Regions(RoIHeads):
@@ -251,7 +259,10 @@ class Regions(RoIHeads):
         return self.box_predictor(self.box_head(self.box_roi_pool(maps, regions)))
 
     def _masks(self, maps: list[Tensor], regions: Tensor) -> Tensor:
-        return self.mask_predictor(self.mask_head(self.mask_roi_pool(maps, regions))).float()
+        x = self.mask_roi_pool(maps, regions)
+        if x.is_cuda:  # whose convolutions would bring it into this order, one by one
+            x = x.contiguous(memory_format=torch.channels_last)
+        return self.mask_predictor(self.mask_head(x)).float()
 
     def losses(
         self, maps: list[Tensor], proposals: list[Tensor], objects: Objects
@@ -299,6 +310,14 @@ class Regions(RoIHeads):
         own = logits[torch.arange(len(logits), device=logits.device), classes]
         wanted = mask_targets(objects.masks, regions, which)
         return F.binary_cross_entropy_with_logits(own, wanted)
+
+
+def _levels(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """What levels have beside each other, (b, n, ...), as (b, levels, most of a level, ...), padded with 0."""
+    most, rest = max(sizes), [0] * 2 * (x.ndim - 2)
+    return torch.stack(
+        [F.pad(y, (*rest, 0, most - y.shape[1])) for y in x.split(list(sizes), 1)], 1
+    )
 
 
 def numbered(boxes: Sequence[Tensor]) -> Tensor:
@@ -450,9 +469,14 @@ class MaskRCNN(nn.Module):
         """Compute the backbone's blocks again in the backward pass."""
         self.body.set_grad_checkpointing(enable)
 
+    @property
+    def recordable(self) -> nn.Module:
+        """What of a training step can be recorded, where all images have one size."""
+        return self.body
+
     def compile_parts(self) -> None:
         """Compile what has a regular shape, once for all sizes: backbone and pyramid; the rest stays eager."""
-        self.body.compile(dynamic=True)
+        self.body.compile(dynamic=True, options=DYNAMIC)
 
     def no_weight_decay(self) -> set[str]:
         """What the backbone names."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from ...data.draws import number
 from ...data.masks import IGNORED
 from ...settings import Settings
+from . import fused_loss
+from .resizing import bilinear
 
 
 class Loss(Settings):
@@ -54,11 +56,15 @@ def pixel_loss(logits: Tensor, masks: Tensor, settings: Loss, weights: Tensor | 
     The sum over labelled pixels is divided by the number of all pixels, as in mmsegmentation: so an
     image without labels adds nothing, and the loss does not depend on how a batch is shared out.
     """
-    logits = F.interpolate(logits.float(), masks.shape[-2:], mode="bilinear", align_corners=False)
+    if settings.ohem is None and not settings.dice and fused_loss.takes(logits):
+        return fused_loss.pixel_losses(logits, masks, weights).mean()
+    logits = bilinear(logits.float(), masks.shape[-2:])
     labels = masks.long()
+    pixels = logits.movedim(1, -1).flatten(0, -2)  # whose classes lie side by side
     each = F.cross_entropy(
-        logits, labels, weights, ignore_index=IGNORED, reduction="none"
+        pixels, labels.flatten(), weights, ignore_index=IGNORED, reduction="none"
     )  # 0 where ignored
+    each = each.view_as(labels)
     if settings.ohem is not None:
         each = each * hard(logits.detach(), labels, settings.ohem, settings.ohem_keep)
     loss = each.mean()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...layers import LayerNorm2d
 from ...ops.sizes import any_size
 from ..backbones import STRIDES, layer_groups, spared
+from .resizing import bilinear
 
 POOLS = (1, 2, 3, 6)  # cells a side of the pyramid
 AUXILIARY_MAP = 2  # stage 3
@@ -49,7 +50,7 @@ class PyramidPooling(nn.Module):
             resize(cell(cell_means(x, n)), x)
             for n, cell in zip(self.pools, self.cells, strict=True)
         ]
-        return self.merge(torch.cat([x, *means], 1))
+        return self.merge(joined([x, *means]))
 
 
 class UperNetHead(nn.Module):
@@ -71,7 +72,7 @@ class UperNetHead(nn.Module):
             levels[i] = levels[i] + resize(levels[i + 1], levels[i])
         finer = [smooth(x) for smooth, x in zip(self.smooth, levels, strict=False)]
         levels = [resize(x, levels[0]) for x in [*finer, levels[-1]]]
-        return self.fuse(torch.cat(levels, 1))
+        return self.fuse(joined(levels))
 
     def forward(self, maps: Sequence[Tensor], keep: Tensor | None = None) -> Tensor:
         """Logits, (b, classes, h, w) of the finest map."""
@@ -184,7 +185,13 @@ def resize(x: Tensor, like: Tensor) -> Tensor:
     """Bilinear, corners not aligned, to the height and width of `like`."""
     if not any_size() and x.shape[-2:] == like.shape[-2:]:
         return x
-    return F.interpolate(x, like.shape[-2:], mode="bilinear", align_corners=False)
+    return bilinear(x, like.shape[-2:])
+
+
+def joined(maps: Sequence[Tensor]) -> Tensor:
+    """Maps beside each other; channels last in memory, as the backbone's are and convolutions on a GPU want them."""
+    x = torch.cat(list(maps), 1)
+    return x if any_size() else x.contiguous(memory_format=torch.channels_last)
 
 
 def dropped(x: Tensor, keep: Tensor | None) -> Tensor:

@@ -1,0 +1,168 @@
+"""Cross-entropy of logits that are first made larger, bilinear, without a large map of them in memory.
+
+A program has a cell of the small map (or some side by side): the pixels between a place, its right neighbour and the
+two below. Their logits are computed from those four when they are needed, forward and again backward, where the cell
+leaves what its pixels have for each corner; a place then adds up the four cells around it. Maps are (b, h, w, n) in
+any 16 or 32 bit type, pixels (b, H, W); nothing is specialised on a size.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def within(place, before, after):
+    """Where places of the large map lie in the small one."""
+    at = (place + 0.5) * (before.to(tl.float32) / after) - 0.5
+    return tl.minimum(tl.maximum(at, 0.0), before - 1.0)
+
+
+@triton.jit
+def first_of(cell, before, after):
+    """The first place of the large map that lies in a cell, a row or column of the small one; or in one after it."""
+    guess = tl.ceil((cell + 0.5) * (after.to(tl.float32) / before) - 0.5).to(tl.int32)
+    guess = tl.minimum(tl.maximum(guess, 0), after)
+    # By rounding it may be one more or less: what `within` says counts.
+    guess = tl.where((guess > 0) & (within(guess - 1, before, after) >= cell), guess - 1, guess)
+    guess = tl.where((guess < after) & (within(guess, before, after) < cell), guess + 1, guess)
+    return tl.where(cell <= 0, 0, tl.where(cell >= before, after, guess))
+
+
+@triton.jit
+def corner(p_logits, row, column, w, o_c, m, N: tl.constexpr):
+    """Logits at places of a row of the small map, (cells, BLOCK_N)."""
+    p = p_logits + (row * w + column).to(tl.int64)[:, None] * N + o_c[None, :]
+    return tl.load(p, mask=m, other=0.0)
+
+
+@triton.jit
+def between(b_near, b_far, part):
+    """From one to the other, by a part of the way."""
+    b_near = b_near.to(tl.float32)
+    return b_near + part * (b_far.to(tl.float32) - b_near)
+
+
+@triton.jit
+def load_labels(p_labels, p_weights, o, m, IGNORED: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Classes of pixels, and what each of them counts."""
+    label = tl.load(p_labels + o, mask=m, other=IGNORED).to(tl.int32)
+    counted = label != IGNORED
+    if WEIGHTED:  # noqa: SIM108
+        weight = tl.load(p_weights + label, mask=counted, other=0.0)
+    else:
+        weight = counted.to(tl.float32)
+    return label, weight
+
+
+@triton.jit(do_not_specialize=["h", "w", "rows", "columns"])
+def loss_forward(
+    p_logits, p_labels, p_weights, p_loss, p_sum, h, w, rows, columns,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, IGNORED: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Loss of each pixel, and the logarithm of the sum of its exponentials."""
+    line = tl.program_id(0)  # of all images
+    image, i = line // h, line % h
+    j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
+    o_c = tl.arange(0, BLOCK_N)
+    m = (j < w)[:, None] & (o_c < N)[None, :]
+    below, right = line + (i + 1 < h).to(tl.int32), tl.minimum(j + 1, w - 1)
+    b_00, b_01 = (
+        corner(p_logits, line, j, w, o_c, m, N),
+        corner(p_logits, line, right, w, o_c, m, N),
+    )
+    b_10, b_11 = (
+        corner(p_logits, below, j, w, o_c, m, N),
+        corner(p_logits, below, right, w, o_c, m, N),
+    )
+    x_first = first_of(j, w, columns)
+    x_end = tl.where(j < w, first_of(j + 1, w, columns), x_first)
+    wide = tl.max(x_end - x_first, 0)
+    for y in range(first_of(i, h, rows), first_of(i + 1, h, rows)):
+        dy = within(y, h, rows) - i
+        b_left, b_right = between(b_00, b_10, dy), between(b_01, b_11, dy)
+        for k in range(wide):
+            x = x_first + k
+            m_x = x < x_end
+            b_v = between(b_left, b_right, (within(x, w, columns) - j)[:, None])
+            b_v = tl.where((o_c < N)[None, :], b_v, -1e30)
+            o = (image * rows + y).to(tl.int64) * columns + x
+            label, weight = load_labels(p_labels, p_weights, o, m_x, IGNORED, WEIGHTED)
+            b_max = tl.max(b_v, 1)
+            b_sum = b_max + tl.log(tl.sum(tl.exp(b_v - b_max[:, None]), 1))
+            b_own = tl.sum(tl.where(o_c[None, :] == label[:, None], b_v, 0.0), 1)
+            tl.store(p_loss + o, tl.where(weight > 0, (b_sum - b_own) * weight, 0.0), mask=m_x)
+            tl.store(p_sum + o, b_sum, mask=m_x)
+
+
+@triton.jit(do_not_specialize=["h", "w", "rows", "columns"])
+def loss_backward(
+    p_logits, p_labels, p_weights, p_sum, p_gradient, p_parts, h, w, rows, columns,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, IGNORED: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """What the pixels of each cell have for its corners, (b, h, w, 4, n)."""
+    line = tl.program_id(0)
+    image, i = line // h, line % h
+    j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
+    o_c = tl.arange(0, BLOCK_N)
+    m = (j < w)[:, None] & (o_c < N)[None, :]
+    below, right = line + (i + 1 < h).to(tl.int32), tl.minimum(j + 1, w - 1)
+    b_00, b_01 = (
+        corner(p_logits, line, j, w, o_c, m, N),
+        corner(p_logits, line, right, w, o_c, m, N),
+    )
+    b_10, b_11 = (
+        corner(p_logits, below, j, w, o_c, m, N),
+        corner(p_logits, below, right, w, o_c, m, N),
+    )
+    x_first = first_of(j, w, columns)
+    x_end = tl.where(j < w, first_of(j + 1, w, columns), x_first)
+    wide = tl.max(x_end - x_first, 0)
+    b_d00 = tl.zeros([BLOCK_J, BLOCK_N], tl.float32)
+    b_d01 = tl.zeros([BLOCK_J, BLOCK_N], tl.float32)
+    b_d10 = tl.zeros([BLOCK_J, BLOCK_N], tl.float32)
+    b_d11 = tl.zeros([BLOCK_J, BLOCK_N], tl.float32)
+    for y in range(first_of(i, h, rows), first_of(i + 1, h, rows)):
+        dy = within(y, h, rows) - i
+        b_left, b_right = between(b_00, b_10, dy), between(b_01, b_11, dy)
+        b_dleft = tl.zeros([BLOCK_J, BLOCK_N], tl.float32)
+        b_dright = tl.zeros([BLOCK_J, BLOCK_N], tl.float32)
+        for k in range(wide):
+            x = x_first + k
+            m_x = x < x_end
+            dx = within(x, w, columns) - j
+            o = (image * rows + y).to(tl.int64) * columns + x
+            label, weight = load_labels(p_labels, p_weights, o, m_x, IGNORED, WEIGHTED)
+            part = weight * tl.load(p_gradient + o, mask=m_x, other=0.0)
+            # Where there is no pixel, the part is 0, and this must be a number.
+            b_sum = tl.load(p_sum + o, mask=m_x, other=1e30)
+            b_p = tl.exp(between(b_left, b_right, dx[:, None]) - b_sum[:, None])
+            b_p -= (o_c[None, :] == label[:, None]).to(tl.float32)
+            b_dleft += (part * (1 - dx))[:, None] * b_p
+            b_dright += (part * dx)[:, None] * b_p
+        b_d00 += (1 - dy) * b_dleft
+        b_d01 += (1 - dy) * b_dright
+        b_d10 += dy * b_dleft
+        b_d11 += dy * b_dright
+    p = p_parts + (line * w + j).to(tl.int64)[:, None] * (4 * N) + o_c[None, :]
+    tl.store(p, b_d00, mask=m)
+    tl.store(p + N, b_d01, mask=m)
+    tl.store(p + 2 * N, b_d10, mask=m)
+    tl.store(p + 3 * N, b_d11, mask=m)
+
+
+@triton.jit(do_not_specialize=["h", "w"])
+def loss_gather(p_parts, p_result, h, w, N: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradient of the small map: at each place, what the four cells around it have for it."""
+    line = tl.program_id(0)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # place and class
+    j, c = o // N, o % N
+    i = line % h + tl.zeros_like(j)
+    p = p_parts + (line.to(tl.int64) * w + j) * (4 * N) + c
+    m, m_left, m_up = j < w, (j > 0) & (j < w), (i > 0) & (j < w)
+    b_acc = tl.load(p, mask=m, other=0.0)
+    b_acc += tl.load(p - 3 * N, mask=m_left, other=0.0)
+    p -= w.to(tl.int64) * (4 * N)
+    b_acc += tl.load(p + 2 * N, mask=m_up, other=0.0)
+    b_acc += tl.load(p - N, mask=m_left & m_up, other=0.0)
+    o_result = line.to(tl.int64) * w * N + o
+    tl.store(p_result + o_result, b_acc.to(p_result.dtype.element_ty), mask=m)

@@ -1,0 +1,92 @@
+"""The loss of pixels by kernels, against PyTorch's own in float64: on a GPU, and in Triton's interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from launching import compiling, in_the_interpreter
+
+from pale.data.masks import IGNORED
+from pale.ops.kernels import AVAILABLE, INTERPRETED, launches
+from pale.tasks.segmentation import fused_loss
+from pale.tasks.segmentation.fused_loss import pixel_losses
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
+needs_triton = pytest.mark.skipif(not AVAILABLE, reason="Triton is not installed")
+# (b, classes, h', w', h, w)
+CASES = {
+    "by four": (2, 5, 4, 6, 16, 24),
+    "ragged": (2, 19, 5, 3, 17, 13),
+    "smaller": (1, 3, 9, 8, 4, 5),
+    "one place": (2, 4, 1, 1, 7, 3),
+    "one row": (1, 2, 1, 6, 3, 24),
+    "as it is": (1, 150, 6, 5, 6, 5),
+}
+
+
+def case(shape, dtype=torch.float32):
+    b, n, h, w, rows, columns = shape
+    logits = 3 * torch.randn(b, n, h, w, device=DEVICE)
+    masks = torch.randint(0, n, (b, rows, columns), device=DEVICE).to(torch.uint8)
+    masks[torch.rand(masks.shape, device=DEVICE) < 0.2] = IGNORED
+    gradient = torch.randn(b, rows, columns, device=DEVICE)
+    return logits.to(dtype), masks, gradient
+
+
+def expected(logits, masks, gradient, weights):
+    x = logits.double().requires_grad_()
+    large = F.interpolate(x, masks.shape[-2:], mode="bilinear")
+    weights = None if weights is None else weights.double()
+    each = F.cross_entropy(large, masks.long(), weights, ignore_index=IGNORED, reduction="none")
+    each.backward(gradient.double())
+    return each.detach(), x.grad
+
+
+@kernels
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
+def test_losses_and_gradients_are_pytorchs(shape, weighted, dtype):
+    logits, masks, gradient = case(shape, dtype)
+    weights = torch.rand(shape[1], device=DEVICE) + 0.5 if weighted else None
+    x = logits.clone().requires_grad_()
+    launches.clear()
+    each = pixel_losses(x, masks, weights)
+    each.backward(gradient)
+    assert launches == {"loss_forward": 1, "loss_backward": 1, "loss_gather": 1}
+    loss, grad = expected(logits, masks, gradient, weights)
+    torch.testing.assert_close(each.double(), loss, rtol=1e-4, atol=1e-4)
+    bound = 1e-4 if dtype is torch.float32 else 4e-3
+    torch.testing.assert_close(x.grad.double(), grad, rtol=bound, atol=bound)
+
+
+@kernels
+@needs_triton
+def test_nothing_labelled_gives_nothing():
+    logits, masks, gradient = case(CASES["by four"])
+    x = logits.clone().requires_grad_()
+    each = pixel_losses(x, torch.full_like(masks, IGNORED), None)
+    each.backward(gradient)
+    assert not each.any()
+    assert not x.grad.any()
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+@pytest.mark.parametrize("capability", [75, 90])
+def test_kernels_compile(monkeypatch, capability):
+    compiled: list[str] = []
+    monkeypatch.setattr(fused_loss, "launch", compiling(capability, compiled))
+    logits = torch.zeros(1, 150, 4, 4, dtype=torch.float16, requires_grad=True)
+    pixel_losses(
+        logits, torch.zeros(1, 16, 16, dtype=torch.uint8), torch.ones(150)
+    ).sum().backward()
+    assert compiled == ["loss_forward", "loss_backward", "loss_gather"]
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is it")
+def test_everything_in_the_interpreter():
+    in_the_interpreter(__file__)

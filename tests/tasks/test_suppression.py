@@ -1,0 +1,79 @@
+"""Suppression in many lists at once, against torchvision's, list by list: on a GPU, and in Triton's interpreter."""
+
+import pytest
+import torch
+from launching import compiling, in_the_interpreter
+from torchvision.ops import nms
+
+from pale.ops.kernels import AVAILABLE, INTERPRETED, launches
+from pale.tasks.detection import suppression
+from pale.tasks.detection.suppression import survivors
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
+needs_triton = pytest.mark.skipif(not AVAILABLE, reason="Triton is not installed")
+
+
+def lists(p, k, device="cpu"):
+    generator = torch.Generator().manual_seed(k)
+    corner = 60 * torch.rand(p, k, 2, generator=generator)
+    boxes = torch.cat([corner, corner + 5 + 40 * torch.rand(p, k, 2, generator=generator)], 2)
+    alive = torch.rand(p, k, generator=generator) < 0.8
+    return boxes.to(device), alive.to(device)
+
+
+def expected(boxes, alive, overlap):
+    """The obvious way: who is left, best first, strikes out what overlaps."""
+    kept = torch.zeros_like(alive)
+    for row, some, mine in zip(kept, boxes, alive, strict=True):
+        place = mine.nonzero()[:, 0]
+        scores = torch.linspace(1, 0, len(place), device=boxes.device)
+        row[place[nms(some[place], scores, overlap)]] = True
+    return kept
+
+
+@kernels
+@needs_triton
+@pytest.mark.parametrize("k", [1, 31, 64, 150] if INTERPRETED else [1, 31, 64, 1000, 2000])
+@pytest.mark.parametrize("overlap", [0.3, 0.7])
+def test_kernels_keep_what_torchvision_keeps(k, overlap):
+    boxes, alive = lists(3, k, DEVICE)
+    launches.clear()
+    kept = survivors(boxes, alive, overlap)
+    assert launches == {"overlap_bits": 1, "walk": 1}
+    assert torch.equal(kept, expected(boxes, alive, overlap))
+
+
+@kernels
+@needs_triton
+def test_what_is_dead_or_has_no_size_suppresses_nothing():
+    boxes = torch.tensor([[[0.0, 0, 9, 9]] * 3, [[4.0, 4, 4, 4]] * 3], device=DEVICE)
+    alive = torch.tensor([[False, True, True], [True, True, True]], device=DEVICE)
+    found = survivors(boxes, alive, 0.7).tolist()
+    assert found == [[False, True, False], [True, True, True]]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is without the kernels")
+def test_without_kernels_the_same():
+    boxes, alive = lists(4, 40)
+    assert torch.equal(survivors(boxes, alive, 0.5), expected(boxes, alive, 0.5))
+    boxes = torch.tensor([[[0.0, 0, 9, 9]] * 3, [[4.0, 4, 4, 4]] * 3])
+    alive = torch.tensor([[False, True, True], [True, True, True]])
+    assert survivors(boxes, alive, 0.7).tolist() == [[False, True, False], [True, True, True]]
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+@pytest.mark.parametrize("capability", [75, 90])
+def test_kernels_compile(monkeypatch, capability):
+    compiled: list[str] = []
+    monkeypatch.setattr(suppression, "launch", compiling(capability, compiled))
+    suppression.by_kernels(*lists(1, 40), 0.7)
+    assert compiled == ["overlap_bits", "walk"]
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is it")
+def test_everything_in_the_interpreter():
+    in_the_interpreter(__file__)
