@@ -109,7 +109,9 @@ def train(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
 
 def train_alone(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
     eager = run.with_name(f"{run.name}.eager")
-    graph = get(str(words[0])).cuda_graph and "--cuda_graph" not in words and not eager.exists()
+    graph = (
+        get(str(words[0])).cuda_graph is True and "--cuda_graph" not in words and not eager.exists()
+    )
     if done(run):
         return graph and torch.cuda.is_available()
     if run in args.failed:

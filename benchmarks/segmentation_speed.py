@@ -4,8 +4,7 @@
 
 A training step is forward, loss, backward and AdamW at the paper's crop and batch, bf16 autocast; inference is one
 whole image of 512x2048 to logits at a quarter of it. By --mode eager, compiled, or as a CUDA graph, as `pale train
---cuda_graph true` has it: then both networks are compiled first, but for ours in inference, which goes through
-`pale.optimize`.
+--cuda_graph true` has it; in inference ours goes through `pale.optimize` and the peer is in bf16 whole.
 """
 
 import argparse

@@ -231,6 +231,12 @@ def test_a_recorded_backbone_learns_as_an_eager_one(tmp_path, model):
     assert losses[True] == pytest.approx(losses[False], rel=0.05)
 
 
+def test_by_default_graphs_are_for_detectors_with_a_crop():
+    assert not detected(augment__crop=None).graphs(cuda=True, processes=1)
+    assert detected(augment__crop=64).graphs(cuda=True, processes=1)
+    assert not detected(augment__crop=64, accumulate=2).graphs(cuda=True, processes=1)
+
+
 def test_what_is_left_out_is_told_at_the_start(tmp_path):
     def change(split, content):
         content["annotations"].append(content["annotations"][0] | {"id": 999, "bbox": [1, 1, 0, 4]})

@@ -36,6 +36,27 @@ def test_without_a_gpu_it_changes_nothing_and_says_so(tmp_path, capsys):
     assert_same(weights(tmp_path / "plain"), weights(tmp_path / "graph"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "cuda", "processes", "expected"),
+    [
+        ({}, True, 1, True),
+        ({}, False, 1, False),
+        ({}, True, 2, False),
+        ({"cuda_graph": True}, True, 2, True),
+        ({"cuda_graph": True}, False, 1, False),
+        ({"cuda_graph": False}, True, 1, False),
+        ({"compile": True}, True, 1, False),
+        ({"model.checkpointing": True}, True, 1, False),
+        ({"model.name": "resnet18"}, True, 1, False),
+    ],
+    ids=str,
+)
+def test_by_default_steps_are_graphs_where_that_is_known_to_work(
+    changes, cuda, processes, expected
+):
+    assert tiny().override(changes).graphs(cuda, processes) is expected
+
+
 def step_of(model, dtype):
     def compute(batch):
         with autocast(torch.device("cuda"), dtype):
@@ -155,7 +176,7 @@ def test_a_step_that_waits_for_the_device_cannot_be_recorded():
 def test_a_run_with_a_graph_is_the_run_without(tmp_path, precision, accumulate):
     world = World(torch.device("cuda"))
     changes = {"precision": precision, "accumulate": accumulate, "data__workers": 2}
-    train(tiny(**changes), tmp_path / "eager", world, quiet=True)
+    train(tiny(**changes, cuda_graph=False), tmp_path / "eager", world, quiet=True)
     train(tiny(**changes, cuda_graph=True), tmp_path / "graph", world, quiet=True)
     for a, b in zip(
         events(tmp_path / "eager", "step"), events(tmp_path / "graph", "step"), strict=True
@@ -178,7 +199,7 @@ def test_a_run_with_a_graph_is_the_run_without(tmp_path, precision, accumulate):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_cuda_steps_are_looked_at_later_and_nothing_waits_for_the_device(tmp_path):
     world = World(torch.device("cuda"))
-    trainer = Trainer(tiny(), tmp_path, world)
+    trainer = Trainer(tiny(cuda_graph=False), tmp_path, world)
     assert trainer.guard is not None
     loader = torch.utils.data.DataLoader(
         trainer.data,

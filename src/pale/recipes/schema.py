@@ -90,7 +90,8 @@ class Recipe(Settings):
             does not fit; a run can go on with the other.
         compile: torch.compile the model.
         cuda_graph: record a step's forward and backward pass and launch it as one (of a detector: those of backbone
-            and pyramid); several processes average their gradients after it.
+            and pyramid); several processes average their gradients after it. auto: where that is known to work, which
+            is with models of ours in one process, of detectors with `augment.crop`.
         ema: decay of the moving average of the weights, which is then what is evaluated and saved.
         on_nonfinite: stop at a loss or gradient that is no number, or skip the step.
         tensorboard: also write the log's figures for TensorBoard, into the run's folder.
@@ -110,7 +111,7 @@ class Recipe(Settings):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     parallel: Literal["ddp", "fsdp"] = "ddp"
     compile: bool = False
-    cuda_graph: bool = False
+    cuda_graph: bool | Literal["auto"] = "auto"
     ema: float | None = Field(default=None, gt=0, lt=1)
     on_nonfinite: Literal["stop", "skip"] = "stop"
     eval_every: int = Field(default=1, ge=1)
@@ -141,7 +142,7 @@ class Recipe(Settings):
             raise ValueError(
                 "parallel=fsdp works in bf16 and fp32, got precision=fp16; take bf16, which needs no scaler"
             )
-        if self.parallel == "fsdp" and self.cuda_graph:
+        if self.parallel == "fsdp" and self.cuda_graph is True:
             raise ValueError(
                 "cuda_graph=true records a step of a whole model, got parallel=fsdp; leave one out"
             )
@@ -150,6 +151,19 @@ class Recipe(Settings):
                 "optim.name=muon works on whole matrices, got parallel=fsdp; take adamw or parallel=ddp"
             )
         return self
+
+    @property
+    def one_shape(self) -> bool:
+        """Whether all batches have one, and what belongs to a step can be recorded."""
+        return True
+
+    def graphs(self, cuda: bool, processes: int) -> bool:
+        """Whether steps are CUDA graphs, on such a device in so many processes."""
+        if self.cuda_graph != "auto":
+            return cuda and self.cuda_graph
+        model: Model = self.model  # type: ignore[attr-defined]
+        known = model.name.startswith("pale_") and self.one_shape and not model.checkpointing
+        return cuda and known and processes == 1 and not self.compile
 
     @abstractmethod
     def task(self, classes: Sequence[str] | None = None) -> Task:
@@ -297,7 +311,7 @@ class Detection(Recipe):
                 f"the rate's last step must come before the end, got optim.steps_at up to {last:g} and "
                 f"{self.epochs} epochs; set both"
             )
-        if self.cuda_graph and (self.augment.crop is None or self.accumulate > 1):
+        if self.cuda_graph is True and not self.one_shape:
             raise ValueError(
                 "cuda_graph=true needs images of one size and a batch in one piece, got "
                 f"augment.crop={self.augment.crop} and accumulate={self.accumulate}; set augment.crop, or take "
@@ -306,6 +320,11 @@ class Detection(Recipe):
         if self.parallel == "fsdp":
             raise ValueError("detection works with parallel=ddp alone, got fsdp")
         return self
+
+    @property
+    def one_shape(self) -> bool:
+        """Whether all images are cropped to one size; gradients of a recorded part are not to be accumulated."""
+        return self.augment.crop is not None and self.accumulate == 1
 
     def task(self, classes: Sequence[str] | None = None) -> DetectionTask:
         """Data are looked for here."""

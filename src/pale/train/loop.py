@@ -92,6 +92,7 @@ class Trainer:
         self.dtype = _dtype(recipe.precision, world.device)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
         self.sharded = recipe.parallel == "fsdp" and world.size > 1
+        self.graphs = recipe.graphs(cuda, world.size)
         torch.manual_seed(recipe.seed)
         self.model = sync_batch_norms(self.task.model(), world).train()
         if not self.sharded:  # else it may not fit
@@ -118,7 +119,7 @@ class Trainer:
             self.task, world, max(piece, 1), recipe.workers, even=self.sharded
         )
         # What DDP hooks into a backward pass cannot be recorded: then gradients are averaged after it.
-        several = world.size > 1 and not self.sharded and not recipe.cuda_graph
+        several = world.size > 1 and not self.sharded and recipe.cuda_graph is not True
         self.ddp = DistributedDataParallel(self.model) if several else None
         if cuda:
             # With torch 2.11 a compiled model stayed at chance on cuDNN's attention.
@@ -233,7 +234,7 @@ class Trainer:
             last = i == recipe.accumulate - 1
             with nullcontext() if last or self.ddp is None else self.ddp.no_sync():
                 losses.append(self._compute(batch))
-        if recipe.cuda_graph:
+        if self.ddp is None and not self.sharded:
             world.average_([p.grad for p in self.model.parameters() if p.grad is not None])
         self.scaler.unscale_(self.optimizer)
         clip = recipe.optim.clip or math.inf
@@ -247,7 +248,7 @@ class Trainer:
 
     def _compute(self, batch: dict[str, Any]) -> Tensor:
         """The loss of a prepared batch, with its gradients added."""
-        if not self.recipe.cuda_graph or self.world.device.type != "cuda":
+        if not self.graphs:
             return self._forward_backward(batch)
         if (part := getattr(self.model, "recordable", None)) is not None:
             if not self.recorded:
@@ -344,7 +345,7 @@ class Trainer:
             with Stopper() as stopper, display:
                 self.log("start", step=self.step, steps=steps, **environment(world))
                 display.say(self._opening())
-                if recipe.cuda_graph and world.device.type != "cuda":
+                if recipe.cuda_graph is True and not self.graphs:
                     display.say("cuda_graph=true changes nothing here: there is no CUDA device")
                 for note in getattr(self.task, "notes", ()):
                     self.log("note", step=self.step, text=note)
@@ -377,16 +378,16 @@ class Trainer:
     def _opening(self) -> str:
         recipe, lr = self.recipe, self.recipe.peak_lr
         scaled = f" = {recipe.optim.lr:g} x {recipe.batch} / {recipe.optim.lr_batch}"
-        shards = ", the model in shards" if self.sharded else ""
+        how = (
+            ", the model in shards" if self.sharded else ", as a CUDA graph" if self.graphs else ""
+        )
         parts = f"{self.world.size} x {recipe.accumulate} x {recipe.batch // self.world.size // recipe.accumulate}"
         return (
             f"{recipe.name}: {self.stream.samples} images, {len(self.task.classes)} classes, "
             f"steps {self.step} to {self.stream.steps}, batch {recipe.batch} = {parts} "
             f"(processes x accumulate x images), learning rate {lr:.3g}"
             f"{scaled if recipe.optim.scale_lr else ' (not scaled)'}, "
-            f"{self.dtype or torch.float32} on {self.world.device.type}{shards}".replace(
-                "torch.", ""
-            )
+            f"{self.dtype or torch.float32} on {self.world.device.type}{how}".replace("torch.", "")
         )
 
     def _loop(self, iterator: Iterator[Any], stopper: Stopper, display: Display) -> int | None:
