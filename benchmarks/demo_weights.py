@@ -109,11 +109,11 @@ def train(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
 
 def train_alone(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
     eager = run.with_name(f"{run.name}.eager")
-    graph = (
-        get(str(words[0])).cuda_graph is True and "--cuda_graph" not in words and not eager.exists()
-    )
+    recipe = get(str(words[0])).override({"model.name": words[words.index("--model.name") + 1]})
+    recorded = recipe.graphs(torch.cuda.is_available(), 1)
+    graph = recorded and "--cuda_graph" not in words and not eager.exists()
     if done(run):
-        return graph and torch.cuda.is_available()
+        return graph
     if run in args.failed:
         raise RuntimeError(args.failed[run])
     if late(args):
@@ -128,7 +128,7 @@ def train_alone(args: argparse.Namespace, run: Path, words: list[object]) -> boo
     try:
         pale(*command, run=run, jobs=args.jobs, deadline=args.deadline)
     except subprocess.CalledProcessError as error:
-        if graph and torch.cuda.is_available():
+        if graph:
             told = "failed; perhaps its step cannot be recorded: again without"
             print(f"{run.name} {told}", flush=True)
             eager.touch()
@@ -136,7 +136,7 @@ def train_alone(args: argparse.Namespace, run: Path, words: list[object]) -> boo
             return train_alone(args, run, words)
         args.failed[run] = f"{run} failed with exit code {error.returncode}"
         raise RuntimeError(args.failed[run]) from None
-    return graph and torch.cuda.is_available()
+    return graph
 
 
 def late(args: argparse.Namespace) -> bool:

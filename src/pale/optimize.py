@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ def optimize(
     On a GPU with Triton each block becomes six or seven kernels and, where channels are many, cuBLAS calls. Elsewhere
     the copy computes what the model does, in `dtype`.
 
-    Of a detector, backbone and pyramid are made ready; the heads stay as they are, for autocast to choose.
+    Of a detector on our `feature_pyramid`, backbone and pyramid are made ready; the heads stay as they are, for
+    autocast to choose.
 
     Args:
         model: a `PaleTransformer`, or any module with one inside, on the device where it will run.
@@ -42,9 +44,12 @@ def optimize(
         raise ValueError(
             f"cuda_graph=True needs a model on a CUDA device, got {device}; move it there first, or leave it out"
         )
-    if isinstance(body := getattr(model, "body", None), nn.Module):
+    if any(_apart(child) for module in model.modules() for child in module.children()):
         model = copy.deepcopy(model).eval().requires_grad_(False)
-        model.body = Part(optimize(body, dtype, cuda_graph), dtype)
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if _apart(child):
+                    setattr(module, name, Part(optimize(child, dtype, cuda_graph), dtype))
         return model
     model = fold_norms(copy.deepcopy(model).eval()).requires_grad_(False).to(dtype)
     for module in list(model.modules()):
@@ -62,15 +67,28 @@ def optimize(
     return Graphed(model) if cuda_graph else model
 
 
+def _apart(module: nn.Module) -> bool:
+    """Whether it is to be made ready alone: a feature pyramid, whose model goes on in float32."""
+    return getattr(module, "apart", False) is True and any(
+        isinstance(inner, PaleTransformer) for inner in module.modules()
+    )
+
+
 def fold_norms(model: nn.Module) -> nn.Module:
     """Put batch norms that follow a convolution in an `nn.Sequential` into its weights, in place."""
     for module in model.modules():
-        if not isinstance(module, nn.Sequential) or len(module) < 2:
+        if (
+            not isinstance(module, nn.Sequential)
+            or type(module).forward is not nn.Sequential.forward
+        ):
             continue
-        conv, norm = module[0], module[1]
-        if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
-            folded = fuse_conv_bn_eval(conv, norm)
-            module[0], module[1] = folded.to(memory_format=torch.channels_last), nn.Identity()
+        for i, (conv, norm) in enumerate(pairwise(module)):
+            if not (isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)):
+                continue
+            if norm.running_mean is not None:
+                folded = fuse_conv_bn_eval(conv, norm)
+                module[i] = folded.to(memory_format=torch.channels_last)
+                module[i + 1] = nn.Identity()
     return model
 
 

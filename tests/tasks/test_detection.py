@@ -250,11 +250,13 @@ def test_what_is_left_out_is_told_at_the_start(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cuda_graph": True}, r"images of one size and .* got augment\.crop=None"),
+        ({"cuda_graph": True}, r"images of one size; set augment\.crop"),
         (
             {"cuda_graph": True, "augment.crop": 64, "accumulate": 2},
-            "in one piece, .* accumulate=2",
+            "in one piece, got accumulate=2",
         ),
+        ({"cuda_graph": True, "augment.crop": 64, "compile": True}, "leave one out"),
+        ({"cuda_graph": "maybe"}, "cuda_graph: true, false or auto, got 'maybe'"),
         ({"parallel": "fsdp"}, "parallel=ddp alone"),
         ({"epochs": 11}, r"optim\.steps_at up to 11 and 11 epochs"),
         (
@@ -264,7 +266,7 @@ def test_what_is_left_out_is_told_at_the_start(tmp_path):
         ({}, r"data\.root is not set"),
         ({"model.heads.width": 0}, r"model\.heads\.width must be greater"),
     ],
-    ids=["graph", "pieces", "fsdp", "steps", "annotations", "root", "width"],
+    ids=["graph", "pieces", "compiled", "maybe", "fsdp", "steps", "annotations", "root", "width"],
 )
 def test_impossible_recipes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):

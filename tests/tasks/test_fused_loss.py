@@ -21,6 +21,8 @@ CASES = {
     "one place": (2, 4, 1, 1, 7, 3),
     "one row": (1, 2, 1, 6, 3, 24),
     "as it is": (1, 150, 6, 5, 6, 5),
+    "one class": (1, 1, 2, 3, 5, 6),
+    "many classes": (1, 512, 2, 1, 3, 2),
 }
 
 
@@ -44,11 +46,21 @@ def expected(logits, masks, gradient, weights):
 
 @kernels
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "weighted", "kind"),
+    [
+        (torch.float32, False, torch.uint8),
+        (torch.float16, True, torch.uint8),
+        (torch.bfloat16, False, torch.int64),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
-def test_losses_and_gradients_are_pytorchs(shape, weighted, dtype):
+def test_losses_and_gradients_are_pytorchs(shape, weighted, dtype, kind):
     logits, masks, gradient = case(shape, dtype)
+    masks = masks.to(kind)
+    if dtype is torch.bfloat16:
+        logits = logits.contiguous(memory_format=torch.channels_last)
     weights = torch.rand(shape[1], device=DEVICE) + 0.5 if weighted else None
     x = logits.clone().requires_grad_()
     launches.clear()
@@ -57,7 +69,7 @@ def test_losses_and_gradients_are_pytorchs(shape, weighted, dtype):
     assert launches == {"loss_forward": 1, "loss_backward": 1, "loss_gather": 1}
     loss, grad = expected(logits, masks, gradient, weights)
     torch.testing.assert_close(each.double(), loss, rtol=1e-4, atol=1e-4)
-    bound = 1e-4 if dtype is torch.float32 else 4e-3
+    bound = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(x.grad.double(), grad, rtol=bound, atol=bound)
 
 

@@ -148,6 +148,21 @@ def test_an_optimized_detector_finds_the_same(device):
     assert {p.dtype for p in half.body.parameters()} == {torch.bfloat16}
 
 
+@torch.no_grad()
+def test_an_optimized_pyramid_serves_torchvisions_detectors_and_a_body_may_be_anything():
+    images = [torch.rand(3, 64, 80)]
+    body = feature_pyramid("pale_nano", width=16, **TINY)
+    anchors = AnchorGenerator(((16,), (32,), (64,), (128,), (256,)), ((0.5, 1.0, 2.0),) * 5)
+    model = FasterRCNN(body, 4, rpn_anchor_generator=anchors, min_size=64, max_size=96).eval()
+    found, wanted = pale.optimize(model, torch.float32)(images)[0], model(images)[0]
+    torch.testing.assert_close(found["boxes"], wanted["boxes"], rtol=1e-3, atol=1e-3)
+    assert pale.optimize(model)(images)[0].keys() == wanted.keys()
+    net = torch.nn.Sequential()
+    net.add_module("body", pale.create_model("pale_nano", num_classes=6, **TINY))
+    net.add_module("head", torch.nn.Linear(6, 2))
+    assert pale.optimize(net)(torch.randn(1, 3, 32, 32).bfloat16()).dtype == torch.bfloat16
+
+
 def test_a_pyramid_needs_a_hierarchical_backbone():
     with pytest.raises(ValueError, match="a feature pyramid needs maps at strides 4, 8, 16 and 32"):
         feature_pyramid("vit_tiny_patch16_224")

@@ -200,6 +200,32 @@ def test_settings_that_are_missing_or_do_not_fit_are_said(tmp_path, changes, mes
         own_masks(root, required=["data.images"]).override(changes).task()
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_loss_needs_the_tensors_of_a_prepared_batch_alone(dropout):
+    """A recorded step gets nothing else."""
+    task = segmented(model__dropout=dropout).task()
+    data = task.train_data()
+    batch = task.prepare(task.collate([data[0, i] for i in range(2)]), 0)
+    tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
+    loss = task.loss(task.model().train(), tensors)
+    assert loss.isfinite()
+    assert ("keep" in tensors) == bool(dropout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_by_default_segmenters_are_recorded_with_every_loss(tmp_path, dropout, capsys):
+    changes = {"loss__class_weights": [1.0] * 8 + [0.5], "loss__ohem": 0.7, "loss__dice": 0.5}
+    recipe = segmented(model__dropout=dropout, precision="fp32", **changes)
+    world, losses = World(torch.device("cuda")), {}
+    for graph in (False, "auto"):
+        run = tmp_path / str(graph)
+        train(recipe.override({"cuda_graph": graph}), run, world)
+        losses[graph] = [e["loss"] for e in read(run / "log.jsonl") if e["event"] == "step"]
+    assert "as a CUDA graph" in capsys.readouterr().out
+    assert losses["auto"] == pytest.approx(losses[False], rel=0.02)
+
+
 def test_colour_masks_hold_out_and_class_weights_train_too(tmp_path):
     root = write_masks(tmp_path / "data")
     for path in sorted((root / "masks/train").iterdir()):

@@ -1,5 +1,6 @@
 """UperNet against transformers' heads, its cost, and as a model on any backbone and size."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import pale
 from pale import cost
 from pale import weights as weight_files
+from pale.optimize import fold_norms
 from pale.pale_transformer import VARIANTS
 from pale.recipes import RECIPES, get
 from pale.tasks.backbones import init_backbone
@@ -140,6 +142,37 @@ def test_an_optimized_segmenter_gives_the_same_without_batch_norms():
     quick = pale.optimize(model, torch.float32)
     assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in quick.modules())
     torch.testing.assert_close(quick(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class NormFirst(torch.nn.Sequential):
+    """Not what its order says."""
+
+    def forward(self, x):
+        return self[0](self[1](x))
+
+
+@torch.no_grad()
+def test_only_norms_that_follow_a_convolution_are_folded():
+    conv, norm = torch.nn.Conv2d(3, 3, 1), torch.nn.BatchNorm2d(3)
+    norm.running_mean.fill_(2.0)
+    model = torch.nn.ModuleDict(
+        {
+            "own": NormFirst(conv, norm),
+            "untracked": torch.nn.Sequential(
+                torch.nn.Conv2d(3, 3, 1), torch.nn.BatchNorm2d(3, track_running_stats=False)
+            ),
+            "later": torch.nn.Sequential(
+                torch.nn.ReLU(), torch.nn.Conv2d(3, 3, 1), copy.copy(norm)
+            ),
+        }
+    ).eval()
+    x = torch.randn(2, 3, 4, 4)
+    before = {name: module(x) for name, module in model.items()}
+    fold_norms(model)
+    for name, module in model.items():
+        torch.testing.assert_close(module(x), before[name])
+    kinds = {name: torch.nn.BatchNorm2d in map(type, m.children()) for name, m in model.items()}
+    assert kinds == {"own": True, "untracked": True, "later": False}
 
 
 def test_checkpointing_changes_nothing():

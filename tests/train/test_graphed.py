@@ -48,6 +48,7 @@ def test_without_a_gpu_it_changes_nothing_and_says_so(tmp_path, capsys):
         ({"compile": True}, True, 1, False),
         ({"model.checkpointing": True}, True, 1, False),
         ({"model.name": "resnet18"}, True, 1, False),
+        ({"model.options": {"backend": "reference"}}, True, 1, False),
     ],
     ids=str,
 )

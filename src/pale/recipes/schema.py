@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..data.instance_transforms import InstanceAugment
 from ..data.mask_transforms import MaskAugment
@@ -152,6 +152,13 @@ class Recipe(Settings):
             )
         return self
 
+    @field_validator("cuda_graph", mode="before")
+    @classmethod
+    def _graph(cls, value: object) -> object:
+        if not isinstance(value, bool) and str(value).lower() not in ("true", "false", "auto"):
+            raise ValueError(f"true, false or auto, got {value!r}")
+        return value
+
     @property
     def one_shape(self) -> bool:
         """Whether all batches have one, and what belongs to a step can be recorded."""
@@ -163,6 +170,7 @@ class Recipe(Settings):
             return cuda and self.cuda_graph
         model: Model = self.model  # type: ignore[attr-defined]
         known = model.name.startswith("pale_") and self.one_shape and not model.checkpointing
+        known &= model.options.get("backend") != "reference"  # which waits for the device
         return cuda and known and processes == 1 and not self.compile
 
     @abstractmethod
@@ -311,15 +319,20 @@ class Detection(Recipe):
                 f"the rate's last step must come before the end, got optim.steps_at up to {last:g} and "
                 f"{self.epochs} epochs; set both"
             )
-        if self.cuda_graph is True and not self.one_shape:
-            raise ValueError(
-                "cuda_graph=true needs images of one size and a batch in one piece, got "
-                f"augment.crop={self.augment.crop} and accumulate={self.accumulate}; set augment.crop, or take "
-                "compile=true"
-            )
+        if self.cuda_graph is True:
+            self._recordable()
         if self.parallel == "fsdp":
             raise ValueError("detection works with parallel=ddp alone, got fsdp")
         return self
+
+    def _recordable(self) -> None:
+        rule = "cuda_graph=true records a detector's backbone and pyramid, "
+        if self.augment.crop is None:
+            raise ValueError(f"{rule}which needs images of one size; set augment.crop")
+        if self.accumulate > 1:
+            raise ValueError(f"{rule}for a batch in one piece, got accumulate={self.accumulate}")
+        if self.compile:
+            raise ValueError(f"{rule}which compile=true compiles; leave one out")
 
     @property
     def one_shape(self) -> bool:

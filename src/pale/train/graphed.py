@@ -7,12 +7,14 @@ scale of a GradScaler) must be a tensor on the device that is written in place.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+THREADS = "thread_local"  # other threads, such as the one that pins batches, may go on while a graph is recorded
 WARM_UP = 3  # eager passes before recording: kernels are compiled and chosen, libraries set up
 
 
@@ -49,15 +51,10 @@ class GraphedStep:
         self.grads = [p.grad for p in model.parameters() if p.grad is not None]
         self.graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads, such as the one that pins batches, may go on meanwhile.
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, capture_error_mode=THREADS):
                 self.loss = compute(self.buffers)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise RuntimeError(
-                f"this model's step cannot be recorded as a CUDA graph ({reason}); set cuda_graph=false. "
-                "what waits for the device cannot be recorded, and model.checkpointing may not be"
-            ) from error
+            raise _unrecordable("step", error) from error
         with torch.no_grad():
             for buffer, before in states:
                 buffer.copy_(before)
@@ -89,14 +86,31 @@ def record_part(part: nn.Module, example: Tensor, dtype: torch.dtype | None) -> 
     For a model whose step cannot be recorded whole. Gradients lie where the graph writes them: not to be accumulated.
     """
     states = [(buffer, buffer.clone()) for buffer in part.buffers()]
-    # Weights that were cast to 16 bits before must not be taken: the graph casts them itself.
-    with torch.autocast(
-        "cuda", dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False
-    ):
-        torch.cuda.make_graphed_callables(part, (example.clone(),), allow_unused_input=True)
+    random = torch.cuda.get_rng_state(example.device)
+    record = torch.cuda.make_graphed_callables
+    options: dict[str, Any] = {"allow_unused_input": True}
+    if "capture_error_mode" in inspect.signature(record).parameters:
+        options["capture_error_mode"] = THREADS
+    try:
+        # Weights that were cast to 16 bits before must not be taken: the graph casts them itself.
+        with torch.autocast(
+            "cuda", dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False
+        ):
+            record(part, (example.clone(),), **options)
+    except RuntimeError as error:
+        raise _unrecordable("backbone", error) from error
     with torch.no_grad():
         for buffer, before in states:
             buffer.copy_(before)
+    torch.cuda.set_rng_state(random, example.device)
+
+
+def _unrecordable(what: str, error: RuntimeError) -> RuntimeError:
+    reason = str(error).strip().splitlines()[0]
+    return RuntimeError(
+        f"this model's {what} cannot be recorded as a CUDA graph ({reason}); set cuda_graph=false. "
+        "what waits for the device cannot be recorded, and model.checkpointing may not be"
+    )
 
 
 def _on_device(batch: dict[str, Any]) -> dict[str, Tensor]:

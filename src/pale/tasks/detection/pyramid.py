@@ -37,6 +37,8 @@ class FeaturePyramid(nn.Module):
         extra: "pool": one more level, each second pixel of the last (P6); "p6p7": two, by convolutions.
     """
 
+    apart = True  # `pale.optimize` gives it a dtype of its own: what comes after works in float32
+
     def __init__(
         self,
         backbone: nn.Module,

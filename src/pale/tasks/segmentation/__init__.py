@@ -253,19 +253,16 @@ class SegmentationTask:
         images = batch["images"]
         if self.augment.distort:
             images = distort(images, batch["draws"])
-        keep = None
-        if self.settings.dropout:
+        batch = batch | {"images": normalise(images)}
+        if rate := self.settings.dropout:
             channels = self.settings.width + self.settings.auxiliary
-            rate = self.settings.dropout
-            keep = keep_masks(batch["keys"], channels, rate, self.seed, images.device)
-        return batch | {"images": normalise(images), "keep": keep}
+            batch["keep"] = keep_masks(batch["keys"], channels, rate, self.seed, images.device)
+        return batch
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """The decode head's loss and a share of the auxiliary one's."""
-        weights = self.class_weights
-        if weights is not None:
-            weights = weights.to(batch["masks"].device)
-        output = model(batch["images"], batch["keep"])
+        weights = self._weights_on(batch["masks"].device)
+        output = model(batch["images"], batch.get("keep"))
         heads = output if isinstance(output, tuple) else (output,)
         factors = (1.0, self.loss_settings.auxiliary)
         total: Tensor = sum(  # type: ignore[assignment]
@@ -273,6 +270,14 @@ class SegmentationTask:
             for factor, logits in zip(factors, heads, strict=False)
         )
         return total
+
+    def _weights_on(self, device: torch.device) -> Tensor | None:
+        """The class weights there, copied once: a recorded step must not copy them."""
+        weights = self.class_weights
+        if weights is None or weights.device == device:
+            return weights
+        self.class_weights = weights.to(device)
+        return self.class_weights
 
     def metric(self) -> MeanIoU:
         """MIoU, mAcc, aAcc."""
