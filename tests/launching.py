@@ -9,7 +9,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
+
+from pale.ops.kernels import AVAILABLE, INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED else "cuda"  # where kernels run
+needs_triton = pytest.mark.skipif(not AVAILABLE, reason="Triton is not installed")
 
 KINDS = {
     torch.uint8: "*u8",
@@ -39,6 +45,11 @@ def torchrun(
         )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
+
+
+def kernels(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of kernels: on a GPU, or in the second process, which is Triton's interpreter on the CPU."""
+    return test if INTERPRETED else pytest.mark.gpu(test)
 
 
 def in_the_interpreter(module: str) -> None:

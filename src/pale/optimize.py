@@ -77,13 +77,11 @@ def _apart(module: nn.Module) -> bool:
 def fold_norms(model: nn.Module) -> nn.Module:
     """Put batch norms that follow a convolution in an `nn.Sequential` into its weights, in place."""
     for module in model.modules():
-        if (
-            not isinstance(module, nn.Sequential)
-            or type(module).forward is not nn.Sequential.forward
-        ):
+        plain = type(module).forward is nn.Sequential.forward  # else in another order, perhaps
+        if not isinstance(module, nn.Sequential) or not plain:
             continue
         for i, (conv, norm) in enumerate(pairwise(module)):
-            if not (isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)):
+            if not isinstance(conv, nn.Conv2d) or not isinstance(norm, nn.BatchNorm2d):
                 continue
             if norm.running_mean is not None:
                 folded = fuse_conv_bn_eval(conv, norm)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import compiling, in_the_interpreter
+from launching import compiling, in_the_interpreter, needs_triton
 from PIL import Image
 from timm.data import auto_augment
 
@@ -24,7 +24,7 @@ from pale.data.on_device import Encoded, Pictures, Planned, collate
 from pale.data.plans import Plan, Planner
 from pale.data.slide import place
 from pale.data.transforms import Augment, TrainTransform, to_tensor
-from pale.ops.kernels import AVAILABLE, INTERPRETED, launches
+from pale.ops.kernels import INTERPRETED, launches
 from pale.train.evaluate import to_device
 
 CPU = torch.device("cpu")
@@ -298,7 +298,6 @@ def test_a_batch_of_pixels_alone_needs_no_decoder(mixed):
     assert show(batch["files"].decode(CPU, fails), batch["plan"], 40).shape == (3, 3, 40, 40)
 
 
-needs_triton = pytest.mark.skipif(not AVAILABLE, reason="Triton is not installed")
 EVERYTHING = Augment(auto="rand-m9-n4-mstd0.5-inc1", erase=0.5, vertical_flip=0.5)
 
 

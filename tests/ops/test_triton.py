@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from launching import in_the_interpreter
+from launching import DEVICE, in_the_interpreter, kernels, needs_triton
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,10 +22,6 @@ from pale.ops.pale_attention import reference, sdpa, triton_op
 from pale.ops.pale_attention.region import Region
 
 INTERPRETED = triton_op.INTERPRETED
-DEVICE = "cpu" if INTERPRETED else "cuda"
-# Tests of the kernels: on the GPU, or here in the second process.
-kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
-needs_triton = pytest.mark.skipif(not triton_op.AVAILABLE, reason="Triton is not installed")
 
 # Beside twice the error of PyTorch's own attention: about one step between neighbouring numbers of the size of the
 # largest result (eight in float32, where sums have other orders).

@@ -3,16 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from launching import compiling, in_the_interpreter
+from launching import DEVICE, compiling, in_the_interpreter, kernels, needs_triton
 
 from pale.data.masks import IGNORED
-from pale.ops.kernels import AVAILABLE, INTERPRETED, launches
+from pale.ops.kernels import INTERPRETED, launches
 from pale.tasks.segmentation import fused_loss
 from pale.tasks.segmentation.fused_loss import pixel_losses
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
-kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
-needs_triton = pytest.mark.skipif(not AVAILABLE, reason="Triton is not installed")
 # (b, classes, h', w', h, w)
 CASES = {
     "by four": (2, 5, 4, 6, 16, 24),
@@ -84,6 +81,16 @@ def test_nothing_labelled_gives_nothing():
     assert not x.grad.any()
 
 
+@kernels
+@needs_triton
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_label_without_a_class_makes_the_loss_no_number(weighted):
+    logits, masks, _ = case(CASES["by four"])
+    masks[0, 3, 5] = 77
+    each = pixel_losses(logits, masks, torch.ones(5, device=DEVICE) if weighted else None)
+    assert each.isnan().nonzero().tolist() == [[0, 3, 5]]
+
+
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
 @pytest.mark.parametrize("capability", [75, 90])
@@ -99,6 +106,6 @@ def test_kernels_compile(monkeypatch, capability):
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is it")
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter already")
 def test_everything_in_the_interpreter():
     in_the_interpreter(__file__)

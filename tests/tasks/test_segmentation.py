@@ -212,18 +212,32 @@ def test_the_loss_needs_the_tensors_of_a_prepared_batch_alone(dropout):
     assert ("keep" in tensors) == bool(dropout)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"loss__class_weights": "balanced"}, False),
+        ({"loss__ohem": 0.7}, False),
+        ({"loss__dice": 1.0}, False),
+    ],
+    ids=str,
+)
+def test_by_default_graphs_are_for_plain_losses(changes, expected):
+    assert segmented(**changes).graphs(cuda=True, processes=1) is expected
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_by_default_segmenters_are_recorded_with_every_loss(tmp_path, dropout, capsys):
+def test_segmenters_can_be_recorded_with_every_loss(tmp_path, dropout, capsys):
     changes = {"loss__class_weights": [1.0] * 8 + [0.5], "loss__ohem": 0.7, "loss__dice": 0.5}
     recipe = segmented(model__dropout=dropout, precision="fp32", **changes)
     world, losses = World(torch.device("cuda")), {}
-    for graph in (False, "auto"):
+    for graph in (False, True):
         run = tmp_path / str(graph)
         train(recipe.override({"cuda_graph": graph}), run, world)
         losses[graph] = [e["loss"] for e in read(run / "log.jsonl") if e["event"] == "step"]
     assert "as a CUDA graph" in capsys.readouterr().out
-    assert losses["auto"] == pytest.approx(losses[False], rel=0.02)
+    assert losses[True] == pytest.approx(losses[False], rel=0.02)
 
 
 def test_colour_masks_hold_out_and_class_weights_train_too(tmp_path):

@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-from launching import compiling, in_the_interpreter
+from launching import DEVICE, compiling, in_the_interpreter, kernels, needs_triton
 from torchvision.ops import nms
 
-from pale.ops.kernels import AVAILABLE, INTERPRETED, launches
+from pale.ops.kernels import INTERPRETED, launches
 from pale.tasks.detection import suppression
 from pale.tasks.detection.suppression import survivors
-
-DEVICE = "cpu" if INTERPRETED else "cuda"
-kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
-needs_triton = pytest.mark.skipif(not AVAILABLE, reason="Triton is not installed")
 
 
 def lists(p, k, device="cpu"):
@@ -74,6 +70,6 @@ def test_kernels_compile(monkeypatch, capability):
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is it")
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter already")
 def test_everything_in_the_interpreter():
     in_the_interpreter(__file__)

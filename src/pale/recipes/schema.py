@@ -91,7 +91,8 @@ class Recipe(Settings):
         compile: torch.compile the model.
         cuda_graph: record a step's forward and backward pass and launch it as one (of a detector: those of backbone
             and pyramid); several processes average their gradients after it. auto: where that is known to work, which
-            is with models of ours in one process, of detectors with `augment.crop`.
+            is with models of ours in one process; of detectors with `augment.crop`, of segmenters with cross-entropy
+            alone.
         ema: decay of the moving average of the weights, which is then what is evaluated and saved.
         on_nonfinite: stop at a loss or gradient that is no number, or skip the step.
         tensorboard: also write the log's figures for TensorBoard, into the run's folder.
@@ -155,13 +156,14 @@ class Recipe(Settings):
     @field_validator("cuda_graph", mode="before")
     @classmethod
     def _graph(cls, value: object) -> object:
-        if not isinstance(value, bool) and str(value).lower() not in ("true", "false", "auto"):
+        word = str(value).lower()
+        if word not in ("true", "false", "auto"):
             raise ValueError(f"true, false or auto, got {value!r}")
-        return value
+        return word
 
     @property
-    def one_shape(self) -> bool:
-        """Whether all batches have one, and what belongs to a step can be recorded."""
+    def recordable(self) -> bool:
+        """Whether such steps have been recorded on a GPU."""
         return True
 
     def graphs(self, cuda: bool, processes: int) -> bool:
@@ -169,7 +171,7 @@ class Recipe(Settings):
         if self.cuda_graph != "auto":
             return cuda and self.cuda_graph
         model: Model = self.model  # type: ignore[attr-defined]
-        known = model.name.startswith("pale_") and self.one_shape and not model.checkpointing
+        known = model.name.startswith("pale_") and self.recordable and not model.checkpointing
         known &= model.options.get("backend") != "reference"  # which waits for the device
         return cuda and known and processes == 1 and not self.compile
 
@@ -268,6 +270,12 @@ class Segmentation(Recipe):
             )
         return self
 
+    @property
+    def recordable(self) -> bool:
+        """With plain cross-entropy; the other losses have not been recorded yet."""
+        loss = self.loss
+        return loss.class_weights is None and loss.ohem is None and not loss.dice
+
     def task(self, classes: Sequence[str] | None = None) -> SegmentationTask:
         """Data are looked for and looked at here."""
         if classes is None:
@@ -320,12 +328,12 @@ class Detection(Recipe):
                 f"{self.epochs} epochs; set both"
             )
         if self.cuda_graph is True:
-            self._recordable()
+            self._require_recordable()
         if self.parallel == "fsdp":
             raise ValueError("detection works with parallel=ddp alone, got fsdp")
         return self
 
-    def _recordable(self) -> None:
+    def _require_recordable(self) -> None:
         rule = "cuda_graph=true records a detector's backbone and pyramid, "
         if self.augment.crop is None:
             raise ValueError(f"{rule}which needs images of one size; set augment.crop")
@@ -335,8 +343,8 @@ class Detection(Recipe):
             raise ValueError(f"{rule}which compile=true compiles; leave one out")
 
     @property
-    def one_shape(self) -> bool:
-        """Whether all images are cropped to one size; gradients of a recorded part are not to be accumulated."""
+    def recordable(self) -> bool:
+        """Images must be of one size, and gradients of a recorded part are not to be accumulated."""
         return self.augment.crop is not None and self.accumulate == 1
 
     def task(self, classes: Sequence[str] | None = None) -> DetectionTask:

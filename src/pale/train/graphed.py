@@ -33,9 +33,8 @@ class GraphedStep:
         self.buffers = {name: value.clone() for name, value in _on_device(batch).items()}
         if not self.buffers:
             raise ValueError("a CUDA graph needs a batch with tensors on a CUDA device, got none")
-        self.compute = (
-            compute  # with all that the graph reads: buffers too must stay where they are
-        )
+        # With all that the graph reads: buffers too must stay where they are.
+        self.compute = compute
         for parameter in model.parameters():
             parameter.grad = None
         states = [(buffer, buffer.clone()) for buffer in model.buffers()]

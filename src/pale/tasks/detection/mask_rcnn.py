@@ -148,10 +148,8 @@ class RPN(RegionProposalNetwork):
         num_anchors_per_level: list[int],
     ) -> tuple[list[Tensor], list[Tensor]]:
         """torchvision's: boxes and scores of each image, the best of each level, overlaps suppressed."""
-        device, sizes = (
-            proposals.device,
-            [min(self.pre_nms_top_n(), n) for n in num_anchors_per_level],
-        )
+        device = proposals.device
+        sizes = [min(self.pre_nms_top_n(), n) for n in num_anchors_per_level]
         place = self._get_top_n_idx(objectness.detach(), num_anchors_per_level)
         scores = objectness.detach().gather(1, place).sigmoid()
         boxes = proposals.gather(1, place[..., None].expand(-1, -1, 4))

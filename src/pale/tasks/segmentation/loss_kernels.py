@@ -43,15 +43,38 @@ def between(b_near, b_far, part):
 
 
 @triton.jit
-def load_labels(p_labels, p_weights, o, m, IGNORED: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Classes of pixels, and what each of them counts."""
+def load_labels(
+    p_labels, p_weights, o, m, N: tl.constexpr, IGNORED: tl.constexpr, WEIGHTED: tl.constexpr
+):
+    """Classes of pixels, and what each of them counts: no number where there is no such class."""
     label = tl.load(p_labels + o, mask=m, other=IGNORED).to(tl.int32)
-    counted = label != IGNORED
+    counted = (label >= 0) & (label < N) & (label != IGNORED)
     if WEIGHTED:  # noqa: SIM108
         weight = tl.load(p_weights + label, mask=counted, other=0.0)
     else:
         weight = counted.to(tl.float32)
-    return label, weight
+    return label, tl.where(counted | (label == IGNORED), weight, float("nan"))
+
+
+@triton.jit
+def cell(
+    p_logits, line, block, h, w, columns,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """What a program has: classes, cells, which numbers there are, the logits at the corners, and where pixels are.
+
+    That is the first column of pixels in each cell, the last plus one, and the most of them.
+    """
+    o_c, j = tl.arange(0, BLOCK_N), block * BLOCK_J + tl.arange(0, BLOCK_J)
+    m = (j < w)[:, None] & (o_c < N)[None, :]
+    below, right = line + (line % h + 1 < h).to(tl.int32), tl.minimum(j + 1, w - 1)
+    b_00 = corner(p_logits, line, j, w, o_c, m, N)
+    b_01 = corner(p_logits, line, right, w, o_c, m, N)
+    b_10 = corner(p_logits, below, j, w, o_c, m, N)
+    b_11 = corner(p_logits, below, right, w, o_c, m, N)
+    x_first = first_of(j, w, columns)
+    x_end = tl.where(j < w, first_of(j + 1, w, columns), x_first)
+    return o_c, j, m, b_00, b_01, b_10, b_11, x_first, x_end, tl.max(x_end - x_first, 0)
 
 
 @triton.jit(do_not_specialize=["h", "w", "rows", "columns"])
@@ -62,21 +85,9 @@ def loss_forward(
     """Loss of each pixel, and the logarithm of the sum of its exponentials."""
     line = tl.program_id(0)  # of all images
     image, i = line // h, line % h
-    j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
-    o_c = tl.arange(0, BLOCK_N)
-    m = (j < w)[:, None] & (o_c < N)[None, :]
-    below, right = line + (i + 1 < h).to(tl.int32), tl.minimum(j + 1, w - 1)
-    b_00, b_01 = (
-        corner(p_logits, line, j, w, o_c, m, N),
-        corner(p_logits, line, right, w, o_c, m, N),
+    o_c, j, _, b_00, b_01, b_10, b_11, x_first, x_end, wide = cell(
+        p_logits, line, tl.program_id(1), h, w, columns, N, BLOCK_N, BLOCK_J
     )
-    b_10, b_11 = (
-        corner(p_logits, below, j, w, o_c, m, N),
-        corner(p_logits, below, right, w, o_c, m, N),
-    )
-    x_first = first_of(j, w, columns)
-    x_end = tl.where(j < w, first_of(j + 1, w, columns), x_first)
-    wide = tl.max(x_end - x_first, 0)
     for y in range(first_of(i, h, rows), first_of(i + 1, h, rows)):
         dy = within(y, h, rows) - i
         b_left, b_right = between(b_00, b_10, dy), between(b_01, b_11, dy)
@@ -86,11 +97,11 @@ def loss_forward(
             b_v = between(b_left, b_right, (within(x, w, columns) - j)[:, None])
             b_v = tl.where((o_c < N)[None, :], b_v, -1e30)
             o = (image * rows + y).to(tl.int64) * columns + x
-            label, weight = load_labels(p_labels, p_weights, o, m_x, IGNORED, WEIGHTED)
+            label, weight = load_labels(p_labels, p_weights, o, m_x, N, IGNORED, WEIGHTED)
             b_max = tl.max(b_v, 1)
             b_sum = b_max + tl.log(tl.sum(tl.exp(b_v - b_max[:, None]), 1))
             b_own = tl.sum(tl.where(o_c[None, :] == label[:, None], b_v, 0.0), 1)
-            tl.store(p_loss + o, tl.where(weight > 0, (b_sum - b_own) * weight, 0.0), mask=m_x)
+            tl.store(p_loss + o, tl.where(weight == 0, 0.0, (b_sum - b_own) * weight), mask=m_x)
             tl.store(p_sum + o, b_sum, mask=m_x)
 
 
@@ -102,21 +113,9 @@ def loss_backward(
     """What the pixels of each cell have for its corners, (b, h, w, 4, n)."""
     line = tl.program_id(0)
     image, i = line // h, line % h
-    j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
-    o_c = tl.arange(0, BLOCK_N)
-    m = (j < w)[:, None] & (o_c < N)[None, :]
-    below, right = line + (i + 1 < h).to(tl.int32), tl.minimum(j + 1, w - 1)
-    b_00, b_01 = (
-        corner(p_logits, line, j, w, o_c, m, N),
-        corner(p_logits, line, right, w, o_c, m, N),
+    o_c, j, m, b_00, b_01, b_10, b_11, x_first, x_end, wide = cell(
+        p_logits, line, tl.program_id(1), h, w, columns, N, BLOCK_N, BLOCK_J
     )
-    b_10, b_11 = (
-        corner(p_logits, below, j, w, o_c, m, N),
-        corner(p_logits, below, right, w, o_c, m, N),
-    )
-    x_first = first_of(j, w, columns)
-    x_end = tl.where(j < w, first_of(j + 1, w, columns), x_first)
-    wide = tl.max(x_end - x_first, 0)
     b_d00 = tl.zeros([BLOCK_J, BLOCK_N], tl.float32)
     b_d01 = tl.zeros([BLOCK_J, BLOCK_N], tl.float32)
     b_d10 = tl.zeros([BLOCK_J, BLOCK_N], tl.float32)
@@ -131,7 +130,7 @@ def loss_backward(
             m_x = x < x_end
             dx = within(x, w, columns) - j
             o = (image * rows + y).to(tl.int64) * columns + x
-            label, weight = load_labels(p_labels, p_weights, o, m_x, IGNORED, WEIGHTED)
+            label, weight = load_labels(p_labels, p_weights, o, m_x, N, IGNORED, WEIGHTED)
             part = weight * tl.load(p_gradient + o, mask=m_x, other=0.0)
             # Where there is no pixel, the part is 0, and this must be a number.
             b_sum = tl.load(p_sum + o, mask=m_x, other=1e30)
