@@ -22,28 +22,17 @@ from pale.tasks.segmentation.metric import indexed, unpack
 
 MODELS = {"pale_t": "pale_tiny", "swin_t": "swin_tiny_patch4_window7_224"}
 ROOTS = {"camvid": "camvid", "pets": "oxford-iiit-pet"}
-SWIN = {"always_partition": True}
 
 
 def pretrained(args: argparse.Namespace, label: str) -> Path:
-    return trained(
-        args.out / f"pretrain_{label}",
-        "small_data.pale_t",
-        "--data.root", args.data / "tiny-imagenet-50",
-        "--model.name", MODELS[label],
-        # Swin: windows stay 7 however small the map, so that all weights fit later.
-        "--model.options", json.dumps(SWIN | {"img_size": args.pretrain_size} if label != "pale_t" else {}),
-        "--data.size", args.pretrain_size,
-        "--batch", args.pretrain_batch,
-        "--optim.lr_batch", 256,
-        "--epochs", args.pretrain_epochs,
-        "--warmup_epochs", 1,
-        "--eval_every", args.pretrain_epochs,
-        "--data.workers", args.workers,
-        "--data.on_device", "pictures",
-        "--cuda_graph", "true",
-        jobs=args.jobs,
-    )  # fmt: skip
+    """What small_data.py trains on tiny-imagenet-50; Swin's windows stay 7 on any map: all weights fit later."""
+    words: list[object] = ["small_data.pale_t", "--data.root", args.data / "tiny-imagenet-50"]
+    words += ["--model.name", MODELS[label]]
+    if label == "swin_t":
+        words += ["--model.options", json.dumps({"always_partition": True, "img_size": 128})]
+    words += ["--data.workers", args.workers, "--data.on_device", "pictures", "--eval_every", 20]
+    words += shlex.split(args.pretraining)
+    return trained(args.out / f"pretrain_{label}", *words, jobs=args.jobs)
 
 
 def segment(args: argparse.Namespace, task: str, label: str, seed: int) -> dict:
@@ -107,9 +96,7 @@ def main() -> None:
     parser.add_argument("--only", choices=list(ROOTS))
     parser.add_argument("--seeds", type=int, default=3, help="of ours")
     parser.add_argument("--peer-seeds", type=int, default=1)
-    parser.add_argument("--pretrain-epochs", type=int, default=12)
-    parser.add_argument("--pretrain-size", type=int, default=96)
-    parser.add_argument("--pretrain-batch", type=int, default=256)
+    parser.add_argument("--pretraining", default="", help="settings of it: '--epochs 1'")
     parser.add_argument("--settings", default="", help="of the segmentation runs: '--steps 10'")
     args = parser.parse_args()
     seeds = {"pale_t": args.seeds, "swin_t": args.peer_seeds}

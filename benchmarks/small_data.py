@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of ours")
     parser.add_argument("--peer-seeds", type=int, default=1)
     parser.add_argument("--pets-size", type=int, default=160)
-    parser.add_argument("--pets-epochs", type=int, default=150)
+    parser.add_argument("--pets-epochs", type=int, default=100)
     parser.add_argument("--hold-out", type=float, default=0.0)
     parser.add_argument("--settings", default="", help="of all runs: '--cuda_graph true'")
     args = parser.parse_args()

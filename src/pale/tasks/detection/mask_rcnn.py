@@ -38,7 +38,7 @@ BOX_POOL, MASK_POOL, MASK_SIDE = 7, 14, 28
 FINEST_SCALE = 56  # side of a region from which on P3 is used
 MOST_PIXELS = 2**27  # of masks in float32 at a time
 # For torch.compile: an analysis that is not meant for varying sizes fails on them in PyTorch 2.11 (its issue 181563).
-DYNAMIC = {"triton.coalesce_tiling_analysis": False}
+DYNAMIC = {"triton.coalesce_tiling_analysis": False, "triton.mix_order_reduction": False}
 
 
 class Heads(Settings):
