@@ -17,13 +17,13 @@ def measure(recipe: Recipe, seconds: float) -> dict[str, Any]:
     """Images a second of the training loader, over about `seconds` after every worker has got going."""
     if seconds <= 0:
         raise ValueError(f"--seconds must be greater than 0, got {seconds:g}")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
     task = recipe.task()
-    data = task.train_data()
+    data = task.train_data(device)
     samples = len(data)  # type: ignore[arg-type]
     sampler = StreamSampler(Stream(samples, recipe.batch, 10**6, recipe.seed))
     workers = min(recipe.workers, cores())
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
     loader = make_loader(data, sampler, task.collate, workers, cuda)
     began, images, waits = time.perf_counter(), 0, 2 * workers + 1
     for count, batch in enumerate(batches(loader), start=1):

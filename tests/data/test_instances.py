@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -297,7 +298,7 @@ def test_boxes_without_shapes_need_a_detector_of_boxes(tmp_path):
     with pytest.raises(ValueError, match=r"no shape .* set model\.heads\.masks=false"):
         own_objects(root).task()
     task = own_objects(root, model__heads__masks=False).task()
-    batch = task.collate([task.train_data()[(0, i)] for i in range(2)])
+    batch = task.collate([task.train_data(torch.device("cpu"))[(0, i)] for i in range(2)])
     assert "masks" not in batch
 
 

@@ -15,7 +15,7 @@ from launching import compiling, in_the_interpreter, needs_triton
 from PIL import Image
 from timm.data import auto_augment
 
-from pale.data import augmenting
+from pale.data import augmenting, on_device
 from pale.data.augmenting import show
 from pale.data.draws import seeded
 from pale.data.images import folder
@@ -25,6 +25,8 @@ from pale.data.plans import Plan, Planner
 from pale.data.slide import place
 from pale.data.transforms import Augment, TrainTransform, to_tensor
 from pale.ops.kernels import INTERPRETED, launches
+from pale.recipes import get
+from pale.settings import vary
 from pale.train.evaluate import to_device
 
 CPU = torch.device("cpu")
@@ -296,6 +298,23 @@ def test_a_batch_of_pixels_alone_needs_no_decoder(mixed):
     batch = collate([planned[0, i] for i in (3, 4, 5)])
     assert isinstance(batch["files"], Encoded)
     assert show(batch["files"].decode(CPU, fails), batch["plan"], 40).shape == (3, 3, 40, 40)
+
+
+def test_by_default_a_gpu_decodes_where_it_can(mixed, monkeypatch):
+    def data(augment: Augment, device: str) -> object:
+        recipe = get("small_data.pale_nano").override(
+            {"data.root": str(mixed.root), "data.hold_out": "0.5", "data.train": "."}
+        )
+        return vary(recipe, augment=augment).task().train_data(torch.device(device))
+
+    assert isinstance(data(Augment(), "cpu"), Labelled)
+    if not torch.cuda.is_available():  # torchvision says that it cannot
+        assert isinstance(data(Augment(), "cuda"), Labelled)
+    monkeypatch.setattr(on_device, "decode_all", lambda files, device: files)
+    assert isinstance(data(Augment(), "cuda"), Planned)
+    assert isinstance(
+        data(Augment(auto="augmix-m5-w4-d2"), "cuda"), Labelled
+    )  # workers alone do that
 
 
 EVERYTHING = Augment(auto="rand-m9-n4-mstd0.5-inc1", erase=0.5, vertical_flip=0.5)

@@ -198,7 +198,7 @@ def test_with_a_crop_all_batches_have_one_size_and_around_the_images_is_nothing(
     recipe = detected(augment__short=48, augment__long=96, augment__scale=[0.5, 1.5])
     recipe = recipe.override({"augment.crop": (56, 64)})
     task = recipe.task()
-    data = task.train_data()
+    data = task.train_data(torch.device("cpu"))
     sizes = set()
     for first in (0, 4):
         batch = task.collate([data[0, i] for i in range(first, first + 4)])

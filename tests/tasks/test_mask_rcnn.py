@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.detection import FCOS, FasterRCNN, RetinaNet
 from torchvision.models.detection._utils import Matcher
@@ -10,6 +12,7 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.ops import MultiScaleRoIAlign, roi_align
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 import pale
 from pale import cost
@@ -24,6 +27,7 @@ from pale.tasks.detection.mask_rcnn import (
     mask_targets,
     numbered,
 )
+from pale.tasks.detection.pyramid import EverySecond
 from pale.tasks.detection.targets import Objects, draw, keys, match_anchors, match_regions
 
 from .detected import detected
@@ -498,6 +502,15 @@ def test_layer_decay_and_spared_parameters_reach_the_backbone():
     scales = {g["lr_scale"] for g in groups}
     assert max(scales) == 1
     assert min(scales) < 0.2
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_the_last_level_is_torchvisions(h, w):
+    maps = [torch.randn(2, 4, 2 * h, 2 * w), torch.randn(2, 4, h, w)]
+    ours, names = EverySecond()(maps, maps, ["0", "1"])
+    theirs, expected = LastLevelMaxPool()(list(maps), maps, ["0", "1"])
+    assert names == expected
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.slow

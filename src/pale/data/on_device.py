@@ -140,6 +140,21 @@ def decode_all(files: list[Tensor], device: torch.device) -> list[Tensor]:
     return pictures
 
 
+def decodes(source: Source, device: torch.device) -> bool:
+    """Whether the device decodes such files: a GPU, torchvision with nvJPEG, and the first file a JPEG."""
+    if device.type != "cuda":
+        return False
+    try:
+        content, _ = encoded(source, 0)
+        return content.ndim == 1 and len(decode_all([content], device)) == 1
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ):  # what is wrong with the file is said when it is read
+        return False
+
+
 class Planned(Dataset[Sample]):
     """Plans for pictures; the item (epoch, index) is drawn from (seed, epoch, index) alone.
 

@@ -11,7 +11,7 @@ LV-ViT had NFNet-F6.
 from __future__ import annotations
 
 from ..settings import vary
-from ..tasks.classification import Model
+from ..tasks.classification import Data, Model
 from .schema import Classification, Reported
 
 
@@ -19,6 +19,7 @@ def pale_t() -> Classification:
     """Pale-T, 83.4 % in the paper."""
     return Classification(
         model=Model(name="pale_tiny", drop_path=0.1),
+        data=Data(workers=14),  # at most: never more than cores
         reported=Reported(top1=83.4, params_m=22, macs_g=4.2),
     )
 

@@ -270,12 +270,6 @@ class Segmentation(Recipe):
             )
         return self
 
-    @property
-    def recordable(self) -> bool:
-        """With plain cross-entropy; the other losses have not been recorded yet."""
-        loss = self.loss
-        return loss.class_weights is None and loss.ohem is None and not loss.dice
-
     def task(self, classes: Sequence[str] | None = None) -> SegmentationTask:
         """Data are looked for and looked at here."""
         if classes is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -40,8 +41,8 @@ class Task(Protocol):
     def model(self) -> nn.Module:
         """A new model, with its first weights loaded where the recipe names some."""
 
-    def train_data(self) -> Dataset[Any]:
-        """Samples under keys (epoch, index), for index below its length."""
+    def train_data(self, device: torch.device) -> Dataset[Any]:
+        """Samples under keys (epoch, index), for index below its length, to be trained with on this device."""
 
     def val_data(self) -> Dataset[Any]:
         """Samples under keys (0, index)."""

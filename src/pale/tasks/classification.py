@@ -108,8 +108,8 @@ class Data(Settings):
     val_samples: int = Field(default=1024, ge=1)
     workers: int = Field(default=4, ge=0)  # processes that read pictures, for each training process
     # What the training device does beside training: decode JPEG files and augment them, or keep all pictures, decoded
-    # once, and augment them.
-    on_device: Literal["nothing", "decoding", "pictures"] = "nothing"
+    # once, and augment them. auto: decoding on a GPU that can, else nothing.
+    on_device: Literal["auto", "nothing", "decoding", "pictures"] = "auto"
 
     def train_source(self, seed: int) -> Source:
         """Training pictures."""
@@ -217,17 +217,31 @@ class ClassificationTask:
             self.maps = model.config.maps(self.data.size, self.data.size)
         return model
 
-    def train_data(self) -> Labelled | on_device.Planned:
+    def train_data(self, device: torch.device) -> Labelled | on_device.Planned:
         """Training pictures, augmented, with their token labels where there is a store."""
         assert self.train_source is not None
         source, labels = self.train_source, self.store.labels if self.store is not None else None
-        if self.data.on_device != "nothing":
-            planner = Planner(self.data.size, self.augment)
+        if (planner := self._planner(device)) is not None:
             if self.data.on_device == "pictures":
                 self.pictures = on_device.Pictures(source, track=bar)
             sizes = None if self.pictures is None else self.pictures.sizes
             return on_device.Planned(source, planner, self.seed, sizes, labels)
         return Labelled(source, train_transform(self.data.size, self.augment), self.seed, labels)
+
+    def _planner(self, device: torch.device) -> Planner | None:
+        """What plans the pictures that the device makes; none: workers make them."""
+        assert self.train_source is not None
+        work = self.data.on_device
+        if work == "nothing" or (
+            work == "auto" and not on_device.decodes(self.train_source, device)
+        ):
+            return None
+        try:
+            return Planner(self.data.size, self.augment)
+        except ValueError:  # an augmentation that workers alone do
+            if work != "auto":
+                raise
+            return None
 
     def val_data(self) -> Labelled:
         """Validation pictures: resized, centre."""

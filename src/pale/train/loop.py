@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import weights as weight_files
 from ..data.draws import number
 from ..data.labelled import batches, make_loader
+from ..data.on_device import Planned
 from ..data.stream import Stream, StreamSampler
 from ..recipes.schema import Recipe, text
 from . import checkpoint, report, sharded
@@ -80,7 +81,7 @@ class Trainer:
         cuda = world.device.type == "cuda"
         self.recipe, self.run, self.world = recipe, run, world
         self.task = recipe.task()
-        self.data = self.task.train_data()
+        self.data = self.task.train_data(world.device)
         samples = len(self.data)  # type: ignore[arg-type]
         groups = getattr(self.task, "groups", None)
         self.stream = Stream(
@@ -381,6 +382,8 @@ class Trainer:
         how = (
             ", the model in shards" if self.sharded else ", as a CUDA graph" if self.graphs else ""
         )
+        if isinstance(self.data, Planned):
+            how += f"; pictures are {'decoded' if self.data.sizes is None else 'kept'} there"
         parts = f"{self.world.size} x {recipe.accumulate} x {recipe.batch // self.world.size // recipe.accumulate}"
         return (
             f"{recipe.name}: {self.stream.samples} images, {len(self.task.classes)} classes, "

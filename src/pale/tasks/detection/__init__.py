@@ -252,7 +252,7 @@ class DetectionTask:
         self.notes = [*notes, *read]
         return model
 
-    def train_data(self) -> Objects:
+    def train_data(self, device: torch.device) -> Objects:
         """Training pictures, augmented."""
         assert self.train_source is not None
         return Objects(self.train_source, self.augment, self.seed, self.masks)

@@ -9,17 +9,23 @@ from typing import Any, Literal, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import FeaturePyramidNetwork
-from torchvision.ops.feature_pyramid_network import (
-    ExtraFPNBlock,
-    LastLevelMaxPool,
-    LastLevelP6P7,
-)
+from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelP6P7
 
 from ...layers import LayerNorm2d
 from ..backbones import STRIDES, maps_of
 from ..classification import Model
 
 Extra = Literal["pool", "p6p7"]
+
+
+class EverySecond(ExtraFPNBlock):  # type: ignore[misc]
+    """torchvision's `LastLevelMaxPool`, whose pooling has torch 2.11 compile anew for odd and even sizes."""
+
+    def forward(
+        self, results: list[Tensor], x: list[Tensor], names: list[str]
+    ) -> tuple[list[Tensor], list[str]]:
+        """One more level: each second pixel of the last."""
+        return [*results, results[-1][..., ::2, ::2]], [*names, "pool"]
 
 
 class FeaturePyramid(nn.Module):
@@ -51,7 +57,7 @@ class FeaturePyramid(nn.Module):
         super().__init__()
         self.backbone, self.multiple, self.first = backbone, multiple, first
         self.norms = nn.ModuleList(LayerNorm2d(c) for c in channels[first:])
-        top: ExtraFPNBlock = LastLevelMaxPool() if extra == "pool" else LastLevelP6P7(width, width)
+        top: ExtraFPNBlock = EverySecond() if extra == "pool" else LastLevelP6P7(width, width)
         self.fpn = FeaturePyramidNetwork(list(channels[first:]), width, extra_blocks=top)
         for module in (*self.fpn.inner_blocks.modules(), *self.fpn.layer_blocks.modules()):
             if isinstance(module, nn.Conv2d):  # mmdetection's

@@ -233,7 +233,7 @@ class SegmentationTask:
         model, self.notes = self.settings.assemble(len(self.classes), self.augment.crop)
         return model
 
-    def train_data(self) -> Masked:
+    def train_data(self, device: torch.device) -> Masked:
         """Training crops."""
         assert self.train_source is not None
         return Masked(self.train_source, self.augment, self.seed)
