@@ -12,6 +12,7 @@ from pale.train.distributed import World
 from pale.train.evaluate import Evaluation, Share
 
 LEFT_OPEN = """
+import atexit
 import torch
 from pale.data.labelled import batches, make_loader
 from pale.data.stream import Stream, StreamSampler
@@ -24,6 +25,15 @@ def start(persistent):
     sampler = StreamSampler(Stream(64, 2, 9, 0))
     return batches(make_loader(Numbers(), sampler, list, 1, False, persistent))
 
+begin = torch.utils.data.DataLoader.__iter__
+
+def pinned(loader):  # at its end PyTorch 2.11 waits for workers so, where memory is pinned
+    iterator = begin(loader)
+    for worker in iterator._workers:
+        atexit.register(worker.join, 100)
+    return iterator
+
+torch.utils.data.DataLoader.__iter__ = pinned
 iterators = start(True), start(False)
 print([len(next(iterator)) for iterator in iterators])
 raise SystemError("something unforeseen")

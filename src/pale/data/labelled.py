@@ -155,7 +155,6 @@ def leave_signals_to_the_main_process(worker: int) -> None:
 _open: WeakSet[Any] = WeakSet()
 
 
-@atexit.register
 def _end_workers() -> None:
     # Python ends with a SIGTERM to its child processes and waits for them; those that pass over it must be told.
     for iterator in list(_open):
@@ -168,6 +167,9 @@ def batches(loader: DataLoader[Any]) -> Iterator[Any]:
         iterator = iter(loader)
         if loader.num_workers:
             _open.add(iterator)
+            # Before PyTorch's own, which on CUDA waits five seconds for each worker: the last registered runs first.
+            atexit.unregister(_end_workers)
+            atexit.register(_end_workers)
         yield from iterator
     except ValueError as error:
         last = str(error).strip().splitlines()[-1]

@@ -37,7 +37,8 @@ RATIOS = (0.5, 1.0, 2.0)  # height over width
 BOX_POOL, MASK_POOL, MASK_SIDE = 7, 14, 28
 FINEST_SCALE = 56  # side of a region from which on P3 is used
 MOST_PIXELS = 2**27  # of masks in float32 at a time
-# For torch.compile: an analysis that is not meant for varying sizes fails on them in PyTorch 2.11 (its issue 181563).
+# For torch.compile: two of Inductor's steps fail on varying sizes in PyTorch 2.11 (its issue 181563, and reductions of
+# mixed order).
 DYNAMIC = {"triton.coalesce_tiling_analysis": False, "triton.mix_order_reduction": False}
 
 
