@@ -266,6 +266,24 @@ class Subset:
         return self.source.name(self.indices[index])
 
 
+def has_objects(source: InstanceSource, index: int) -> bool:
+    """Whether a picture has an object to learn from; crowds are none."""
+    return not source.instances(index).crowd.all()
+
+
+def with_objects(source: InstanceSource) -> Subset:
+    """The pictures that have objects to learn from; how many have none is noted."""
+    kept = [i for i in range(len(source)) if has_objects(source, i)]
+    if not kept:
+        raise ValueError(
+            f"none of the {len(source)} training pictures has an object; there is nothing to learn from"
+        )
+    out = Subset(source, kept)
+    if empty := len(source) - len(kept):
+        out.notes = [*source.notes, f"training set: {empty} pictures without objects left out"]
+    return out
+
+
 def both(source: InstanceSource, index: int) -> tuple[Image.Image, Instances]:
     """Picture and objects, of one size."""
     if isinstance(source, SceneInstances):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..progress import Track, silent
+from . import images
 from .images import SUFFIXES, UnreadableImageError, read_image
 from .scenes import CLASSES as SHAPES
 from .scenes import Scenes
@@ -403,12 +404,16 @@ def image_size(path: Path) -> tuple[int, int]:
     """Width and height as the picture will be read, from the file's head alone."""
     try:
         with Image.open(path) as image:
-            turned = image.getexif().get(0x0112, 1) >= 5
-            return (image.height, image.width) if turned else (image.width, image.height)
+            (w, h), turned = image.size, image.getexif().get(0x0112, 1) >= 5
     except Exception as error:
         raise UnreadableImageError(
             f"{path}: cannot be read as an image ({error}); delete it or replace it"
         ) from None
+    if w * h > images.MOST_PIXELS:  # of far more than that Pillow says it above
+        raise UnreadableImageError(
+            f"{path}: more than {images.MOST_PIXELS:,} pixels ({w}x{h}); shrink it before training"
+        )
+    return (h, w) if turned else (w, h)
 
 
 def survey(
