@@ -225,5 +225,6 @@ def test_what_is_done_is_told():
         Inference().told()
         == "whole image, short side 512, long side at most 2048, scale 1, no flip"
     )
+    assert "image, short side 512, scale" in Inference(long=None).told()
     how = Inference(mode="slide", short=None, long=None, scales=(0.5, 1.0), flip=True)
     assert how.told() == "windows of 512 every 341, own size, scale 0.5, 1, with flip"

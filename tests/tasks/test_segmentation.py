@@ -153,6 +153,9 @@ def harm(root: Path, what: str) -> None:
     elif what == "empty":
         for path in (root / "images/val").iterdir():
             path.unlink()
+    elif what in ("train", "val"):
+        for path in (root / "masks" / what).iterdir():
+            Image.new("L", (32, 32), 255).save(path)
     elif what == "image":
         (root / "images/train/2.png").write_bytes(b"no picture")
     elif what == "classes":
@@ -170,6 +173,8 @@ def harm(root: Path, what: str) -> None:
         ("colour", r"masks/train/1\.png: the colour 1 2 3 is not in the class list"),
         ("empty", r"there are no pictures in .*images/val"),
         ("image", r"images/train/2\.png: cannot be read as an image"),
+        ("train", "no labelled pixel in the training set"),
+        ("val", "no labelled pixel in the validation set"),
         ("classes", r"there is no class list .*classes\.txt; a line of one is"),
         ("folder", r"there is no folder .*masks/.*, where the masks should lie"),
     ],
@@ -191,6 +196,8 @@ def test_bad_input_is_an_error_before_training_starts(tmp_path, what, message):
         ({"warmup_steps": 6}, "warmup_steps must be fewer than steps, got 6 and 6"),
         ({"data.classes": None, "required": []}, "data.classes is not set"),
         ({"data.masks": None, "required": []}, "data.images and data.masks are not set"),
+        ({"data.classes": [0, 1]}, "data.classes: names are words, got 0; quote them"),
+        ({"data.ignore": [70000]}, "values in a mask are 0 to 65535, got 70000"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -292,6 +299,11 @@ def test_data_check_shows_the_imbalance_and_every_problem(tmp_path, capsys):
     code, _, err = run(capsys, "data", "check", root, "--recipe", "imagenet.pale_t")
     assert code == 1
     assert "is no segmentation recipe" in err
+    harm(root, "val")
+    code, out, _ = run(capsys, *words)
+    assert code == 1
+    assert "nothing to learn from or to measure (1)" in out
+    assert "val: no labelled pixel" in out
 
 
 def test_init_is_an_option_and_says_what_it_did(tmp_path, capsys):
@@ -317,6 +329,13 @@ def test_masks_that_the_weights_do_not_know_are_refused(trained, capsys):
     code, _, err = run(capsys, "eval", trained / "run", "--data.root", root)
     assert code == 1
     assert "the weights know 9 classes, the data has 2" in err
+    lines = (trained / "data/classes.txt").read_text().splitlines()
+    names = [line.split()[1] for line in lines]
+    names[1], names[2] = names[2], names[1]
+    (root / "classes.txt").write_text("\n".join(names))
+    code, _, err = run(capsys, "eval", trained / "run", "--data.root", root)
+    assert code == 1
+    assert "class 1 is 'disc' for the weights, 'ring' in the data's list" in err
 
 
 @pytest.mark.data

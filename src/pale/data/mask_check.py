@@ -31,6 +31,16 @@ def check_masks(
         )
         report.splits[split] = _shares(report.classes, pixels)
         problems += _of_split(split, source, seen[split])
+    bare = [
+        f"{split}: no labelled pixel"
+        for split, found in report.splits.items()
+        if not any(c["images"] for c in found["classes"].values())
+    ]
+    problems.append(
+        Problem(
+            "nothing to learn from or to measure", True, "are --ignore and the list right?", bare
+        )
+    )
     problems += [_copies(sources, seen), *_of_classes(report)]
     report.problems = [problem for problem in problems if problem.items]
     return report

@@ -27,6 +27,7 @@ from .scenes import Scenes
 
 IGNORED = 255
 MOST_CLASSES = 255
+MOST_VALUE = 65535  # of 16 bits
 MASK_SUFFIXES = (".png", ".bmp", ".gif", ".tif", ".tiff")  # lossless ones
 MaskKind = Literal["auto", "index", "colour"]
 Labels = NDArray[np.uint8]
@@ -69,7 +70,7 @@ def read_entries(path: Path) -> list[Entry]:
         raise ValueError(
             f"there is no class list {path}; a line of one is: 3 road 128 64 128 (value in the mask, name, colour)"
         )
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    lines = [line for line in _text(path).splitlines() if line.strip()]
     if lines and lines[0].split("\t")[0] == "Idx":
         fields = [line.split("\t") for line in lines[1:]]
         return [Entry(int(row[0]), row[-1].partition(",")[0].strip()) for row in fields]
@@ -77,6 +78,13 @@ def read_entries(path: Path) -> list[Entry]:
     if not entries:
         raise ValueError(f"{path} lists no classes; a line is: 3 road 128 64 128")
     return entries
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
 
 
 def palette(count: int) -> list[Colour]:
@@ -116,6 +124,10 @@ class ClassList:
                 f"{len(entries)} classes"
             )
         values = given or [i + reduce_zero for i in range(len(entries))]
+        if wrong := [v for v in (*values, *ignore) if not 0 <= v <= MOST_VALUE]:
+            raise ValueError(
+                f"values in a mask are 0 to {MOST_VALUE}, got {wrong[0]} in the class list or in data.ignore"
+            )
         if len(set(values)) < len(values):
             twice = next(v for v in values if values.count(v) > 1)
             raise ValueError(
@@ -130,6 +142,11 @@ class ClassList:
                 "those that are ignored"
             )
         self.names = [entry.name for _, entry in kept]
+        if len(set(self.names)) < len(self.names):
+            same = next(name for name in self.names if self.names.count(name) > 1)
+            raise ValueError(
+                f"the class list has the name {same!r} twice; figures are told by name, so each class needs its own"
+            )
         self.values = [value for value, _ in kept]
         self.coloured = all(entry.colour is not None for entry in entries)
         plain = palette(len(kept))
@@ -151,15 +168,15 @@ class ClassList:
     @cached_property
     def _table(self) -> tuple[Labels, NDArray[np.bool_]]:
         # Label of every 16-bit value, and whether it is known.
-        table = np.full(65536, IGNORED, np.uint8)
-        known = np.zeros(65536, np.bool_)
+        table = np.full(MOST_VALUE + 1, IGNORED, np.uint8)
+        known = np.zeros(MOST_VALUE + 1, np.bool_)
         for value, label in self.label_of.items():
             table[value], known[value] = label, True
         return table, known
 
     def from_values(self, values: NDArray[Any], name: str) -> Labels:
         """Labels of a map of values."""
-        if values.min() < 0 or values.max() > 65535:
+        if values.min() < 0 or values.max() > MOST_VALUE:
             raise UnreadableImageError(
                 f"{name}: values from {values.min()} to {values.max()} are no labels"
             )
@@ -236,6 +253,11 @@ def read_mask(path: str | os.PathLike[str], classes: ClassList, kind: MaskKind =
                 "set data.mask_kind=colour"
             )
         pixels = pixels[..., 0]
+    if pixels.dtype.kind == "f" and not (pixels == np.rint(pixels)).all():
+        odd = pixels[pixels != np.rint(pixels)][0]
+        raise UnreadableImageError(
+            f"{name}: the value {odd:g} is no label; labels are whole numbers, save masks with 8 or 16 bits"
+        )
     return classes.from_values(pixels.astype(np.int64), name)
 
 
@@ -325,7 +347,7 @@ def find_pairs(images: Path, masks: Path, names: Path | None = None) -> list[tup
     if names is not None:
         if not names.is_file():
             raise ValueError(f"there is no list {names}; a line begins with a picture's name")
-        lines = [line.split() for line in names.read_text().splitlines()]
+        lines = [line.split() for line in _text(names).splitlines()]
         wanted = [words[0] for words in lines if words and not words[0].startswith("#")]
         wanted = [word if word in pictures else os.path.splitext(word)[0] for word in wanted]
         if absent := [word for word in wanted if word not in pictures]:
@@ -389,12 +411,17 @@ def examine(source: MaskSource, index: int, decode: bool = False) -> Seen:
     except UnreadableImageError as error:
         return Seen(str(error), none)
     if size != (mask.shape[1], mask.shape[0]):
-        return Seen(
+        told = (
             f"{source.name(index)} is {size[0]}x{size[1]}, its mask {mask.shape[1]}x{mask.shape[0]}; "
-            "both must have one size",
-            none,
-            size,
+            "both must have one size"
         )
+        if (
+            isinstance(source, MaskFiles)
+            and size == mask.shape
+            and _head(source.pairs[index][0])[1]
+        ):
+            told += " (the picture's EXIF entry turns it; a mask is that of the turned picture)"
+        return Seen(told, none, size)
     counts = np.bincount(mask.ravel(), minlength=256)
     none[:-1], none[-1] = counts[: len(none) - 1], counts[IGNORED]
     return Seen(None, none, size)
@@ -402,18 +429,23 @@ def examine(source: MaskSource, index: int, decode: bool = False) -> Seen:
 
 def image_size(path: Path) -> tuple[int, int]:
     """Width and height as the picture will be read, from the file's head alone."""
-    try:
-        with Image.open(path) as image:
-            (w, h), turned = image.size, image.getexif().get(0x0112, 1) >= 5
-    except Exception as error:
-        raise UnreadableImageError(
-            f"{path}: cannot be read as an image ({error}); delete it or replace it"
-        ) from None
-    if w * h > images.MOST_PIXELS:  # of far more than that Pillow says it above
+    (w, h), turned = _head(path)
+    if w * h > images.MOST_PIXELS:  # of far more than that Pillow tells itself
         raise UnreadableImageError(
             f"{path}: more than {images.MOST_PIXELS:,} pixels ({w}x{h}); shrink it before training"
         )
     return (h, w) if turned else (w, h)
+
+
+def _head(path: Path) -> tuple[tuple[int, int], bool]:
+    """Width and height of what is stored, and whether its EXIF entry turns it by a quarter."""
+    try:
+        with Image.open(path) as image:
+            return image.size, image.getexif().get(0x0112, 1) >= 5
+    except Exception as error:
+        raise UnreadableImageError(
+            f"{path}: cannot be read as an image ({error}); delete it or replace it"
+        ) from None
 
 
 def survey(

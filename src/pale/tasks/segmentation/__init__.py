@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from ...data.labelled import cores
@@ -108,6 +108,18 @@ class MaskData(Settings):
     val_samples: int = Field(default=256, ge=1)
     workers: int = Field(default=4, ge=0)
 
+    @field_validator("classes", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            for name in value:
+                if not isinstance(name, str):
+                    raise ValueError(
+                        f"names are words, got {name!r}; quote them, with the value in front where there is one: "
+                        '--data.classes \'["0 sky", "1 road"]\', or give a file'
+                    )
+        return value
+
     def class_list(self) -> ClassList:
         """The classes."""
         if self.classes is None:
@@ -201,16 +213,14 @@ class SegmentationTask:
                 f"loss.class_weights needs one for each of {len(self.classes)} classes, got {len(weights)}"
             )
         if classes is not None:
-            if len(classes) != len(self.classes):
-                raise ValueError(
-                    f"the weights know {len(classes)} classes, the data has {len(self.classes)}; "
-                    "is it the right data set?"
-                )
+            _require_same(classes, self.classes)
             return
         self.train_source = data.train_source(seed)
         if data.check and isinstance(self.val_source, MaskFiles):
-            require_good(survey(self.val_source, cores()))
-            self.pixels  # noqa: B018  looks at the training set
+            seen = survey(self.val_source, cores())
+            require_good(seen)
+            _require_labels(np.stack([entry.pixels for entry in seen]).sum(0)[:-1], "validation")
+            _require_labels(self.pixels, "training")
 
     @cached_property
     def pixels(self) -> NDArray[np.int64]:
@@ -301,6 +311,26 @@ class SegmentationTask:
         index = entry["index"]
         picture, labels = self.val_source.image(index), self.val_source.mask(index)
         return side_by_side(picture, labels, unpack(entry["prediction"]), self.class_list)
+
+
+def _require_same(known: Sequence[str], found: Sequence[str]) -> None:
+    if len(known) != len(found):
+        raise ValueError(
+            f"the weights know {len(known)} classes, the data has {len(found)}; is it the right data set?"
+        )
+    for i, (theirs, ours) in enumerate(zip(known, found, strict=True)):
+        if theirs != ours:
+            raise ValueError(
+                f"class {i} is {theirs!r} for the weights, {ours!r} in the data's list; both must list the same names "
+                "in the same order: is it the right class list?"
+            )
+
+
+def _require_labels(pixels: NDArray[np.int64], what: str) -> None:
+    if not pixels.sum():
+        raise ValueError(
+            f"there is no labelled pixel in the {what} set; are data.ignore and the class list right?"
+        )
 
 
 def side_by_side(

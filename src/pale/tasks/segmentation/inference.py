@@ -65,9 +65,9 @@ class Inference(Settings):
         how = "whole image"
         if self.mode == "slide":
             how = f"windows of {self.window} every {self.stride}"
-        size = "own size"
-        if self.short or self.long:
-            size = f"short side {self.short or 'any'}, long side at most {self.long or 'any'}"
+        bounds = [f"short side {self.short}"] if self.short else []
+        bounds += [f"long side at most {self.long}"] if self.long else []
+        size = ", ".join(bounds) or "own size"
         scales = ", ".join(f"{s:g}" for s in self.scales)
         return f"{how}, {size}, scale {scales}, {'with' if self.flip else 'no'} flip"
 
