@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from .cli_say import console, say, say_json, say_problems
+from .cli_segment import mask_options
 from .progress import shown
 
 if TYPE_CHECKING:
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 
 def add_check(check: Any) -> None:
     """Options of `pale data check` for COCO's json."""
-    check.add_argument(
-        "--annotations",
-        metavar="FILE",
-        help="objects: COCO's json under the root, {split} in it; with --images",
+    objects = check.add_argument_group(
+        "pictures with objects", "DIR holds COCO's json and folders of pictures (--images)."
+    )
+    objects.add_argument(
+        "--annotations", metavar="FILE", help="COCO's json under the root, {split} in it"
     )
 
 
@@ -51,6 +53,10 @@ def check(args: argparse.Namespace) -> int:
     from .data.instance_check import check_instances
     from .data.labelled import cores
 
+    if others := [*mask_options(args), *(["--sheet"] if args.sheet else [])]:
+        raise ValueError(
+            f"{others[0]} says nothing about objects, which --annotations asks for; leave out one of them"
+        )
     images = args.images or "{split}"
     splits = {}
     for split in args.splits:

@@ -306,6 +306,70 @@ def test_data_check_shows_the_imbalance_and_every_problem(tmp_path, capsys):
     assert "val: no labelled pixel" in out
 
 
+MASKS = ("--images", "images", "--masks", "masks", "--classes", "classes.txt")
+
+
+def test_data_check_takes_sets_without_splits_and_splits_of_any_name(tmp_path, capsys):
+    root = write_masks(tmp_path, counts=(6, 2))
+    flat = ("--images", "images/train", "--masks", "masks/train", "--classes", "classes.txt")
+    code, _, err = run(capsys, "data", "check", root, *flat)
+    assert code == 1
+    assert "images/train/train in" in err
+    assert "--hold-out" in err
+    code, out, _ = run(capsys, "data", "check", root, *flat, "--hold-out", "0.5", "--json")
+    assert code == 0
+    assert {name: s["images"] for name, s in json.loads(out)["splits"].items()} == {
+        "train": 3,
+        "held out": 3,
+    }
+    for folder in ("images", "masks"):
+        (root / folder / "val").rename(root / folder / "test")
+    code, out, _ = run(capsys, "data", "check", root, *MASKS, "--splits", "train", "test")
+    assert code == 0
+    assert "test: 2 images" in out
+    (root / "train.txt").write_text("0\n1\n")
+    (root / "val.txt").write_text("2\n")
+    words = ("data", "check", root, *flat, "--lists", "{split}.txt", "--json")
+    code, out, _ = run(capsys, *words)
+    assert [s["images"] for s in json.loads(out)["splits"].values()] == [2, 1]
+    Image.new("L", (32, 32), 77).save(root / "masks/train/0.png")
+    assert run(capsys, *words)[0] == 1
+    assert run(capsys, *words, "--unlisted", "ignore")[0] == 0
+
+
+@pytest.mark.parametrize("hold_out", [(), ("--hold-out", "0.5")], ids=["splits", "hold out"])
+def test_data_check_lists_every_missing_mask(tmp_path, capsys, hold_out):
+    root = write_masks(tmp_path, counts=(6, 2))
+    (root / "masks/train/1.png").unlink()
+    (root / "masks/train/4.png").unlink()
+    flat = ("--images", "images/train", "--masks", "masks/train", "--classes", "classes.txt")
+    words = (*flat, *hold_out) if hold_out else MASKS
+    code, out, _ = run(capsys, "data", "check", root, *words)
+    assert code == 1
+    assert "problem: no mask (2)" in out
+    assert f"  {root}/images/train/1.png\n  {root}/images/train/4.png\n" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (MASKS[:4], "--classes is not given; to check masks give --classes FILE"),
+        (MASKS[2:], "--images is not given; to check masks give --images DIR"),
+        (MASKS[:2], "give --masks DIR, the folder of masks (for COCO's json: --annotations FILE)"),
+        (MASKS[4:], "--images is not given"),
+        ((*MASKS, "--sheet", "s.png"), "--sheet draws folders of classes"),
+        (("--annotations", "a.json", "--masks", "masks"), "--masks says nothing about objects"),
+        (("--annotations", "a.json", "--recipe", "x"), "--recipe says nothing about objects"),
+        (("--annotations", "a.json", "--sheet", "s.png"), "--sheet says nothing about objects"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_data_check_refuses_options_that_do_not_fit(tmp_path, capsys, words, message):
+    code, _, err = run(capsys, "data", "check", write_masks(tmp_path), *words)
+    assert code == 1
+    assert message in err
+
+
 def test_init_is_an_option_and_says_what_it_did(tmp_path, capsys):
     options = {k: tuple(v) for k, v in CHANGES["model.options"].items()}
     classifier = pale.create_model("pale_nano", num_classes=3, **options)

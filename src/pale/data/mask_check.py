@@ -17,13 +17,17 @@ EMPTY = 0.5  # share of unlabelled pixels above which an image is named
 
 
 def check_masks(
-    sources: dict[str, MaskSource], threads: int = 4, track: Track = silent
+    sources: dict[str, MaskSource],
+    threads: int = 4,
+    track: Track = silent,
+    absent: Sequence[str] = (),
 ) -> SplitReport:
-    """Read every picture and mask; the first source is the training set."""
+    """Read every picture and mask; the first source is the training set. `absent`: pictures without a mask."""
     first = next(iter(sources.values()))
     report = SplitReport(classes=list(first.classes.names))
     seen = {name: survey(source, threads, True, track) for name, source in sources.items()}
-    problems: list[Problem] = []
+    advice = "training would not start: draw them, or remove the pictures"
+    problems = [Problem("no mask", True, advice, list(absent))]
     for split, source in sources.items():
         good = [entry for entry in seen[split] if entry.error is None]
         pixels = (

@@ -330,13 +330,16 @@ class SceneMasks:
         return f"scene {index} of seed {self.scenes.seed}"
 
 
-def find_pairs(images: Path, masks: Path, names: Path | None = None) -> list[tuple[Path, Path]]:
+def find_pairs(
+    images: Path, masks: Path, names: Path | None = None, absent: list[str] | None = None
+) -> list[tuple[Path, Path]]:
     """Pictures under `images` with the masks of the same path under `masks`, whatever their suffixes.
 
     Args:
         images: folder of pictures.
         masks: folder of masks.
         names: a list of paths under `images` without suffix, the first word of each line; others are left out.
+        absent: takes the pictures without a mask, which are an error otherwise.
     """
     for folder, what in ((images, "pictures"), (masks, "masks")):
         if not folder.is_dir():
@@ -354,7 +357,11 @@ def find_pairs(images: Path, masks: Path, names: Path | None = None) -> list[tup
             raise ValueError(f"{names} lists {absent[0]}, but there is no such picture in {images}")
     if not wanted:
         raise ValueError(f"there are no pictures in {images} ({', '.join(SUFFIXES)})")
-    if missing := [word for word in wanted if word not in labels]:
+    missing = [word for word in wanted if word not in labels]
+    if absent is not None:
+        absent += [str(images / pictures[word]) for word in missing]
+        wanted = [word for word in wanted if word in labels]
+    elif missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
             f"{images / pictures[missing[0]]}{more} have no mask in {masks}; expected is "

@@ -133,25 +133,30 @@ class MaskData(Settings):
             entries = [parse_entry(line) for line in self.classes]
         return ClassList(entries, self.ignore, self.reduce_zero, self.unlisted)
 
-    def train_source(self, seed: int) -> MaskSource:
-        """Training pictures."""
+    def train_source(self, seed: int, absent: list[str] | None = None) -> MaskSource:
+        """Training pictures; `absent` as in `files`."""
         if self.kind == "scenes":
             return SceneMasks(Scenes(self.samples, self.size, seed, self.objects))
-        pairs = self._pairs(self.train)
-        if self.hold_out:
-            pairs = hold_out(pairs, self.hold_out, seed)[0]
-        return MaskFiles(pairs, self.class_list(), self.mask_kind)
+        return self._part(self.files(self.train, absent), 0, seed)
 
-    def val_source(self, seed: int) -> MaskSource:
-        """Validation pictures."""
+    def val_source(self, seed: int, absent: list[str] | None = None) -> MaskSource:
+        """Validation pictures, likewise."""
         if self.kind == "scenes":
             return SceneMasks(Scenes(self.val_samples, self.size, VAL_SEED, self.objects))
-        pairs = self._pairs(self.train if self.hold_out else self.val)
-        if self.hold_out:
-            pairs = hold_out(pairs, self.hold_out, seed)[1]
-        return MaskFiles(pairs, self.class_list(), self.mask_kind)
+        split = self.train if self.hold_out else self.val
+        return self._part(self.files(split, absent), 1, seed)
 
-    def _pairs(self, split: str) -> list[tuple[Path, Path]]:
+    def files(self, split: str, absent: list[str] | None = None) -> MaskFiles:
+        """All pictures of a split; those without a mask are an error, or named in `absent` and left out."""
+        return MaskFiles(self._pairs(split, absent), self.class_list(), self.mask_kind)
+
+    def _part(self, files: MaskFiles, part: int, seed: int) -> MaskFiles:
+        if not self.hold_out:
+            return files
+        pairs = hold_out(files.pairs, self.hold_out, seed)[part]
+        return MaskFiles(pairs, files.classes, files.kind)
+
+    def _pairs(self, split: str, absent: list[str] | None) -> list[tuple[Path, Path]]:
         if self.images is None or self.masks is None:
             raise ValueError(
                 "data.images and data.masks are not set; give the folders of pictures and of masks: "
@@ -163,7 +168,13 @@ class MaskData(Settings):
                 "--data.root DIR"
             )
         names = self._under(self.lists.replace("{split}", split)) if self.lists else None
-        return find_pairs(self._folder(self.images, split), self._folder(self.masks, split), names)
+        folders = self._folder(self.images, split), self._folder(self.masks, split)
+        if not folders[0].is_dir() and (whole := self._under(self.images)).is_dir():
+            raise ValueError(
+                f"there is no folder {folders[0]} in {whole}; name the splits (data.train, data.val), or have none and "
+                "validate on a share: --data.hold_out 0.2 (pale data check: --splits, --hold-out)"
+            )
+        return find_pairs(*folders, names, absent)
 
     def _folder(self, pattern: str, split: str) -> Path:
         path = self._under(pattern.replace("{split}", split))
