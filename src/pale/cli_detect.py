@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,15 +134,24 @@ def told(recipe: Detection) -> str:
 def _convert(args: argparse.Namespace) -> None:
     from .data.instances import convert
 
-    content = convert(args.images, args.masks, args.classes, args.divisor, shown(args.json))
+    skipped: Counter[int] = Counter()
+    content = convert(
+        args.images, args.masks, args.classes, args.divisor, shown(args.json), skipped
+    )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(content))
     counts = {part: len(content[part]) for part in ("images", "annotations", "categories")}
     if args.json:
-        say_json(counts, None)
+        say_json(counts | {"skipped": skipped}, None)
         return
     say(f"{args.output}: {counts['images']} pictures, {counts['annotations']} objects")
+    if skipped:
+        values = ", ".join(str(v) for v in sorted(skipped))
+        say(
+            f"{skipped.total()} regions below the divisor are no objects and left out: values {values}"
+        )
+    images, annotations = (shlex.quote(str(path)) for path in (args.images, args.output))
     say(
-        f"train with: pale train small_boxes.mask_rcnn_pale_t --data.root . --data.images {args.images} "
-        f"--data.annotations {args.output} --data.hold_out 0.2"
+        f"train with: pale train small_boxes.mask_rcnn_pale_t --data.root . --data.images {images} "
+        f"--data.annotations {annotations} --data.hold_out 0.2"
     )

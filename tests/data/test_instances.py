@@ -452,6 +452,52 @@ def test_instance_masks_become_coco_json(tmp_path):
         convert(tmp_path / "images", tmp_path / "masks", ["pet"])
 
 
+@pytest.fixture
+def street(tmp_path):
+    for folder in ("my images", "masks"):
+        (tmp_path / folder).mkdir()
+    values = np.full((20, 30), 7, np.uint16)  # road
+    values[2:8, 3:9], values[12:] = 1001, 11
+    for name in ("a", "b"):
+        Image.new("RGB", (30, 20)).save(tmp_path / "my images" / f"{name}.jpg")
+        Image.fromarray(values).save(tmp_path / "masks" / f"{name}.png")
+    return tmp_path
+
+
+def coco_command(root: Path, *words: str) -> list[str]:
+    folders = [str(root / name) for name in ("my images", "masks")]
+    return ["data", "coco", *folders, "-o", str(root / "all objects.json"), *words]
+
+
+def test_values_below_the_divisor_are_regions_and_counted(street, capsys):
+    assert main(coco_command(street, "--classes", "car", "--divisor", "1000")) == 0
+    told = capsys.readouterr().out
+    assert "2 pictures, 2 objects" in told
+    assert "4 regions below the divisor are no objects and left out: values 7, 11" in told
+    assert f"--data.images '{street / 'my images'}' " in told
+    assert f"--data.annotations '{street / 'all objects.json'}' " in told
+    assert main(coco_command(street, "--divisor", "1000", "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["skipped"] == {"7": 2, "11": 2}
+    content = json.loads((street / "all objects.json").read_text())
+    assert [a["bbox"] for a in content["annotations"]] == [[3, 2, 6, 6]] * 2
+
+
+@pytest.mark.parametrize("divisor", ["0", "-5"])
+def test_a_divisor_must_be_above_zero(street, capsys, divisor):
+    assert main(coco_command(street, "--divisor", divisor)) == 1
+    assert f"the divisor must be 1 or more, got {divisor}" in capsys.readouterr().err
+
+
+def test_an_instance_mask_that_cannot_be_read_is_named(street, capsys):
+    (street / "masks/b.png").write_bytes(b"no mask")
+    assert main(coco_command(street)) == 1
+    assert "masks/b.png: cannot be read as a mask" in capsys.readouterr().err
+    (street / "masks/b.png").unlink()
+    Image.fromarray(np.zeros((20, 30), np.float32)).save(street / "masks/b.tif")
+    assert main(coco_command(street)) == 1
+    assert "masks/b.tif: an instance mask holds whole numbers" in capsys.readouterr().err
+
+
 def test_objects_can_be_picked_and_empty_masks_are_none():
     masks = np.zeros((3, 8, 8), np.uint8)
     masks[0, 1:3, 2:5] = masks[2, 4:, 4:] = 1
