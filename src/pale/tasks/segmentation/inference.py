@@ -351,7 +351,7 @@ class Segmenter:
             return max(1, int(least / ratio)), min(w, max(1, int(columns)))
         # A window, the sum of the looks, and of one look its block as scaled and resized by half in two copies.
         area = max(0, numbers - self.how.window**2) / (1 + ratio**2 + 2 * ratio)
-        columns = min(w, max(least, int(area**0.5)))
+        columns = min(w, max(least, int(area / min(h, max(least, area**0.5)))))
         return min(h, max(least, int(area / columns))), columns
 
     def _scaled(self, h: int, w: int, scale: float) -> tuple[int, int]:
