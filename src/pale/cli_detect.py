@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from .cli_say import console, say, say_json, say_problems
+from .cli_segment import mask_options
 from .progress import shown
 
 if TYPE_CHECKING:
@@ -18,10 +21,11 @@ if TYPE_CHECKING:
 
 def add_check(check: Any) -> None:
     """Options of `pale data check` for COCO's json."""
-    check.add_argument(
-        "--annotations",
-        metavar="FILE",
-        help="objects: COCO's json under the root, {split} in it; with --images",
+    objects = check.add_argument_group(
+        "pictures with objects", "DIR holds COCO's json and folders of pictures (--images)."
+    )
+    objects.add_argument(
+        "--annotations", metavar="FILE", help="COCO's json under the root, {split} in it"
     )
 
 
@@ -51,6 +55,10 @@ def check(args: argparse.Namespace) -> int:
     from .data.instance_check import check_instances
     from .data.labelled import cores
 
+    if others := [*mask_options(args), *(["--sheet"] if args.sheet else [])]:
+        raise ValueError(
+            f"{others[0]} says nothing about objects, which --annotations asks for; leave out one of them"
+        )
     images = args.images or "{split}"
     splits = {}
     for split in args.splits:
@@ -126,15 +134,24 @@ def told(recipe: Detection) -> str:
 def _convert(args: argparse.Namespace) -> None:
     from .data.instances import convert
 
-    content = convert(args.images, args.masks, args.classes, args.divisor, shown(args.json))
+    skipped: Counter[int] = Counter()
+    content = convert(
+        args.images, args.masks, args.classes, args.divisor, shown(args.json), skipped
+    )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(content))
     counts = {part: len(content[part]) for part in ("images", "annotations", "categories")}
     if args.json:
-        say_json(counts, None)
+        say_json(counts | {"skipped": skipped}, None)
         return
     say(f"{args.output}: {counts['images']} pictures, {counts['annotations']} objects")
+    if skipped:
+        values = ", ".join(str(v) for v in sorted(skipped))
+        say(
+            f"{skipped.total()} regions below the divisor are no objects and left out: values {values}"
+        )
+    images, annotations = (shlex.quote(str(path)) for path in (args.images, args.output))
     say(
-        f"train with: pale train small_boxes.mask_rcnn_pale_t --data.root . --data.images {args.images} "
-        f"--data.annotations {args.output} --data.hold_out 0.2"
+        f"train with: pale train small_boxes.mask_rcnn_pale_t --data.root . --data.images {images} "
+        f"--data.annotations {annotations} --data.hold_out 0.2"
     )

@@ -12,41 +12,94 @@ from .progress import shown
 
 if TYPE_CHECKING:
     from .recipes.schema import Segmentation
+    from .tasks.segmentation import MaskData
+
+SPLITS = ["train", "val"]  # what --splits is where it is not given
 
 
 def add_check(check: Any) -> None:
     """Options of `pale data check` for images with masks."""
-    check.add_argument("--recipe", help="masks: a segmentation recipe that says what lies where")
+    check.set_defaults(splits=SPLITS)
     check.add_argument(
         "--images", metavar="DIR", help="masks, objects: folder of pictures, under the root"
     )
-    check.add_argument("--masks", metavar="DIR", help="masks: folder of masks, under the root")
-    check.add_argument("--classes", metavar="FILE", help="masks: class list, under the root")
-    check.add_argument("--ignore", type=int, nargs="+", help="masks: values that are no label")
-    check.add_argument("--reduce-zero", action="store_true", help="masks: classes count from 1")
+    masks = check.add_argument_group(
+        "pictures with masks",
+        "DIR holds folders of pictures and of masks, each with a folder a split.",
+    )
+    masks.add_argument("--recipe", help="a segmentation recipe that says what lies where")
+    masks.add_argument("--masks", metavar="DIR", help="folder of masks, under the root")
+    masks.add_argument("--classes", metavar="FILE", help="class list, under the root")
+    masks.add_argument("--ignore", type=int, nargs="+", help="values that are no label")
+    masks.add_argument("--reduce-zero", action="store_true", help="classes count from 1")
+    masks.add_argument(
+        "--mask-kind", choices=["auto", "index", "colour"], help="what the pixels are"
+    )
+    masks.add_argument("--unlisted", choices=["error", "ignore"], help="values that are not listed")
+    masks.add_argument("--lists", metavar="FILE", help="names of a split's pictures, {split} in it")
+    masks.add_argument(
+        "--hold-out", type=float, metavar="SHARE", help="no folders of splits: validate on a share"
+    )
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings of `data` that the options for masks give."""
+    names = ("masks", "classes", "ignore", "mask_kind", "unlisted", "lists", "hold_out")
+    given = {name: getattr(args, name) for name in names} | {
+        "reduce_zero": args.reduce_zero or None
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def mask_options(args: argparse.Namespace) -> list[str]:
+    """Options for masks that were given."""
+    names = ["recipe"] if args.recipe else []
+    return [f"--{name.replace('_', '-')}" for name in (*names, *_given(args))]
 
 
 def wants_masks(args: argparse.Namespace) -> bool:
     """Whether `pale data check` is about masks."""
-    return bool(args.recipe or args.images or args.masks)
+    return bool(args.images or mask_options(args))
 
 
-def check(args: argparse.Namespace) -> int:
-    """Check images and masks."""
-    from .data.labelled import cores
-    from .data.mask_check import check_masks
+def _data(args: argparse.Namespace) -> tuple[MaskData, int]:
+    """What to look at, and the seed of the share that is held out."""
     from .recipes import get
     from .recipes.schema import Segmentation
 
     recipe = get(args.recipe or "small_masks.upernet_pale_t")
     if not isinstance(recipe, Segmentation):
         raise ValueError(f"{args.recipe} is no segmentation recipe; leave out --recipe for folders")
-    given: dict[str, Any] = {"root": str(args.root), "images": args.images, "masks": args.masks}
-    given |= {"classes": args.classes, "ignore": args.ignore}
-    given |= {"reduce_zero": True if args.reduce_zero else None}
-    data = recipe.override({f"data.{n}": v for n, v in given.items() if v is not None}).data
-    splits = {data.train: data.train_source(recipe.seed), data.val: data.val_source(recipe.seed)}
-    found = check_masks(splits, args.workers or cores(), shown(args.json))
+    given = {"root": str(args.root)} | ({"images": args.images} if args.images else {})
+    if args.splits is not SPLITS:
+        given |= {"train": args.splits[0]}
+    data = recipe.override({f"data.{n}": v for n, v in (given | _given(args)).items()}).data
+    for name, what in (
+        ("images", "DIR, the folder of pictures"),
+        ("masks", "DIR, the folder of masks (for COCO's json: --annotations FILE)"),
+        ("classes", "FILE, a line `value name r g b` for each class"),
+    ):
+        if getattr(data, name) is None:
+            raise ValueError(f"--{name} is not given; to check masks give --{name} {what}")
+    return data, recipe.seed
+
+
+def check(args: argparse.Namespace) -> int:
+    """Check images and masks."""
+    from .data.labelled import cores
+    from .data.mask_check import check_masks
+
+    if args.sheet:
+        raise ValueError("--sheet draws folders of classes; there is none of masks: leave it out")
+    data, seed = _data(args)
+    absent: list[str] = []
+    if data.hold_out:
+        parts = (data.train_source(seed, absent), data.val_source(seed, []))  # named once
+        splits = dict(zip((data.train, "held out"), parts, strict=True))
+    else:
+        names = (data.train, data.val) if args.splits is SPLITS else args.splits
+        splits = {name: data.files(name, absent) for name in names}
+    found = check_masks(splits, args.workers or cores(), shown(args.json), absent)
     if args.json:
         say_json(found.plain())
         return 0 if found.good else 1

@@ -42,6 +42,11 @@ def test_run_length_codes_keep_every_pixel(seed):
     code = rle.encode(mask)
     json.dumps(code)
     assert np.array_equal(rle.draw(code, mask.shape), mask)
+    assert rle.problem(code, mask.shape) is None
+    pixels = mask.ravel("F")
+    changes = np.flatnonzero(np.diff(pixels, prepend=0)).tolist()
+    assert rle.run_lengths(code["counts"]) == np.diff([0, *changes, len(pixels)]).tolist()
+    assert rle.area(code, mask.shape) == mask.sum()
 
 
 def test_polygons_are_scaled_before_they_are_drawn():
@@ -73,12 +78,21 @@ def test_uncompressed_codes_are_read_and_scaled():
         ({"size": [4, 4], "counts": [3, 3]}, "run lengths of 6 pixels for 4x4"),
         ({"counts": [3, 3]}, "without its size"),
         ({"size": [4, 4]}, "without counts"),
+        ({"size": ["a", "b"], "counts": [16]}, "whose size is ['a', 'b']"),
+        ({"size": [4, 4], "counts": [-5, 21]}, "'[-5, 21]' are no run lengths"),
+        ({"size": [4, 4], "counts": ["a", "b"]}, "are no run lengths"),
+        ({"size": [4, 4], "counts": "zzzz!!"}, "'zzzz!!' are no run lengths"),
+        ({"size": [4, 4], "counts": "Xüüü"}, "are no run lengths"),
+        ({"size": [4, 4], "counts": "o"}, "are no run lengths"),  # ends in the middle of a number
+        ({"size": [4, 4], "counts": "ooooooooooo0"}, "are no run lengths"),
+        ({"size": [4, 4], "counts": "4"}, "run lengths of 4 pixels for 4x4"),
+        ({"size": [6, 4], "counts": [24]}, "a run-length code for 4x6 in a picture of 4x4"),
         (5, "int is no shape"),
     ],
     ids=str,
 )
 def test_broken_shapes_are_told(shape, reason):
-    assert reason in rle.problem(shape)
+    assert reason in rle.problem(shape, (4, 4))
 
 
 @pytest.mark.parametrize("shape", [None, [], [[0, 0, 4, 0, 4, 4]], {"size": [2, 2], "counts": [4]}])
@@ -159,6 +173,8 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
             first | {"id": 904, "bbox": [1, 2, float("nan"), 4]},
             first | {"id": 905, "bbox": "none"},
             first | {"id": 906, "bbox": [-5, -5, 20, 20]},
+            first | {"id": 907, "segmentation": {"size": [48, 48], "counts": "zzzz!!"}},
+            first | {"id": 908, "segmentation": {"size": [24, 24], "counts": [576]}},
         ]
         content["annotations"] += extra
 
@@ -167,7 +183,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
         "boxes thinner than 1 pixel": 1,
         "boxes outside their picture": 1,
         "annotations without a picture": 1,
-        "annotations with a broken shape": 1,
+        "annotations with a broken shape": 3,
         "annotations with a box that is no box": 2,
     }
     assert "train.json: 2 annotations with a box that is no box left out" in source.notes
@@ -187,6 +203,15 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
         (lambda c: c["images"][0].pop("file_name"), "an image needs an id and a file_name"),
         (lambda c: c.pop("annotations"), "has no list of 'annotations'"),
         (lambda c: c["categories"].clear(), "lists no categories"),
+        (
+            lambda c: c["images"].append("abc"),
+            r"train\.json: entry 6 of images is 'abc', not an object",
+        ),
+        (lambda c: c["annotations"].insert(1, 7), "entry 1 of annotations is '7', not an object"),
+        (lambda c: c["categories"].insert(0, None), "entry 0 of categories is 'None', not an"),
+        (lambda c: c["images"][2].update(width="abc"), "entry 2 of images has the width 'abc'"),
+        (lambda c: c["images"][2].update(height=-4), "entry 2 of images has the height '-4'"),
+        (lambda c: c["annotations"][0].update(image_id=[1]), r"entry 0 .* has the image_id \[1\]"),
     ],
     ids=[
         "category",
@@ -196,12 +221,33 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path):
         "file name",
         "part",
         "no category",
+        "image",
+        "annotation",
+        "category entry",
+        "width",
+        "height",
+        "list",
     ],
 )
 def test_ambiguous_files_are_errors_that_name_the_entry(tmp_path, change, message):
     root = spoiled(tmp_path, change)
     with pytest.raises(ValueError, match=message):
         coco(root)
+
+
+def test_areas_that_the_json_leaves_out_are_those_of_shape_or_box(tmp_path):
+    def change(content):
+        for i, entry in enumerate(content["annotations"]):
+            entry["area"] = None
+            if i % 2:
+                del entry["area"], entry["segmentation"]
+
+    source, whole = coco(spoiled(tmp_path, change)), SceneInstances(Scenes(6, 48, 0, (1, 3)))
+    areas = np.concatenate([source.instances(i).areas for i in range(6)])
+    shapes = np.concatenate([whole.instances(i).areas for i in range(6)])
+    boxes = np.concatenate([whole.instances(i).boxes for i in range(6)])
+    assert np.array_equal(areas[::2], shapes[::2])
+    assert np.array_equal(areas[1::2], (boxes[:, 2:] - boxes[:, :2]).prod(1)[1::2])
 
 
 def test_files_that_are_no_json_or_not_there_are_told(tmp_path):
@@ -229,6 +275,46 @@ def test_a_picture_of_another_size_than_the_json_says_is_an_error(tmp_path):
         UnreadableImageError, match=r"is 50x48, train\.json says 48x48; boxes would be off"
     ):
         coco(root).image(0)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_pictures_that_do_not_fit_the_json_are_named_before_training(tmp_path, split):
+    root = write_coco(tmp_path)
+    Image.new("RGB", (50, 48)).save(root / split / "1.png")
+    Image.new("RGB", (50, 48)).save(root / split / "2.png")
+    with pytest.raises(
+        UnreadableImageError,
+        match=rf"{split}/1\.png is 50x48, {split}\.json says 48x48; .* \(and 1 more such pictures\)",
+    ):
+        own_objects(root).task()
+    own_objects(root, data__limit=1).task()  # what is not used is not looked at
+    own_objects(root, data__check=False).task()
+    (root / split / "2.png").unlink()
+    (root / split / "1.png").write_bytes(b"no picture")
+    Image.new("RGB", (48, 48)).save(root / split / "2.png")
+    with pytest.raises(UnreadableImageError, match=r"1\.png: cannot be read as an image"):
+        own_objects(root).task()
+
+
+def test_a_huge_picture_is_named_before_training(tmp_path, monkeypatch):
+    root = write_coco(tmp_path)
+    monkeypatch.setattr("pale.data.images.MOST_PIXELS", 48 * 48 - 1)
+    with pytest.raises(UnreadableImageError, match=r"0\.png: more than 2,303 pixels \(48x48\)"):
+        own_objects(root).task()
+
+
+def test_a_held_out_part_is_looked_at_too(tmp_path):
+    root = write_coco(tmp_path, counts=(10, 1))
+    Image.new("RGB", (50, 48)).save(root / "train/0.png")
+    one = {"data__annotations": "annotations/train.json", "data__images": "train"}
+    with pytest.raises(UnreadableImageError, match=r"0\.png is 50x48"):
+        own_objects(root, **one, data__hold_out=0.3, data__limit=7).task()
+
+
+def test_a_validation_set_without_objects_is_refused_before_training(tmp_path):
+    root = write_coco(tmp_path, change=lambda s, c: s == "val" and c["annotations"].clear())
+    with pytest.raises(ValueError, match="no object in the 3 pictures of the validation set"):
+        own_objects(root).task()
 
 
 def test_a_huge_picture_is_an_error_that_names_it(tmp_path, monkeypatch):
@@ -313,6 +399,36 @@ def test_hold_out_splits_one_file_and_one_file_alone_is_refused(tmp_path):
     assert ids[0] | ids[1] == set(range(100, 110))
 
 
+def test_of_a_held_out_part_pictures_without_objects_are_validated_on(tmp_path):
+    def change(split, content):
+        content["annotations"] = [a for a in content["annotations"] if a["image_id"] % 2]
+
+    root = write_coco(tmp_path, counts=(10, 1), change=change)
+    one = {"data__annotations": "annotations/train.json", "data__images": "train"}
+    task = own_objects(root, **one, data__hold_out=0.6).task()
+    held = {task.val_source.image_id(i) for i in range(len(task.val_source))}
+    learned = {task.train_source.image_id(i) for i in range(len(task.train_source))}
+    assert len(held) == 6
+    assert any(i % 2 == 0 for i in held)
+    assert learned == {101, 103, 105, 107, 109} - held
+    task.model()
+    lines = [note for note in task.notes if "without objects" in note]
+    assert lines == [f"training set: {4 - len(learned)} pictures without objects left out"]
+    every = own_objects(root, **one, data__hold_out=0.6, data__keep_empty=True).task()
+    assert len(every.train_source) == 4
+
+
+def test_what_both_parts_left_out_is_told_once(tmp_path):
+    def change(split, content):
+        content["annotations"].append(content["annotations"][0] | {"id": 900, "bbox": None})
+
+    root = write_coco(tmp_path, counts=(10, 1), change=change)
+    one = {"data__annotations": "annotations/train.json", "data__images": "train"}
+    task = own_objects(root, **one, data__hold_out=0.3).task()
+    task.model()
+    assert sum("no box left out" in note for note in task.notes) == 1
+
+
 def test_instance_masks_become_coco_json(tmp_path):
     for folder in ("images", "masks"):
         (tmp_path / folder).mkdir()
@@ -335,6 +451,52 @@ def test_instance_masks_become_coco_json(tmp_path):
     Image.new("RGB", (31, 20)).save(tmp_path / "images/a.jpg")
     with pytest.raises(UnreadableImageError, match="is 31x20, its mask 30x20"):
         convert(tmp_path / "images", tmp_path / "masks", ["pet"])
+
+
+@pytest.fixture
+def street(tmp_path):
+    for folder in ("my images", "masks"):
+        (tmp_path / folder).mkdir()
+    values = np.full((20, 30), 7, np.uint16)  # road
+    values[2:8, 3:9], values[12:] = 1001, 11
+    for name in ("a", "b"):
+        Image.new("RGB", (30, 20)).save(tmp_path / "my images" / f"{name}.jpg")
+        Image.fromarray(values).save(tmp_path / "masks" / f"{name}.png")
+    return tmp_path
+
+
+def coco_command(root: Path, *words: str) -> list[str]:
+    folders = [str(root / name) for name in ("my images", "masks")]
+    return ["data", "coco", *folders, "-o", str(root / "all objects.json"), *words]
+
+
+def test_values_below_the_divisor_are_regions_and_counted(street, capsys):
+    assert main(coco_command(street, "--classes", "car", "--divisor", "1000")) == 0
+    told = capsys.readouterr().out
+    assert "2 pictures, 2 objects" in told
+    assert "4 regions below the divisor are no objects and left out: values 7, 11" in told
+    assert f"--data.images '{street / 'my images'}' " in told
+    assert f"--data.annotations '{street / 'all objects.json'}' " in told
+    assert main(coco_command(street, "--divisor", "1000", "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["skipped"] == {"7": 2, "11": 2}
+    content = json.loads((street / "all objects.json").read_text())
+    assert [a["bbox"] for a in content["annotations"]] == [[3, 2, 6, 6]] * 2
+
+
+@pytest.mark.parametrize("divisor", ["0", "-5"])
+def test_a_divisor_must_be_above_zero(street, capsys, divisor):
+    assert main(coco_command(street, "--divisor", divisor)) == 1
+    assert f"the divisor must be 1 or more, got {divisor}" in capsys.readouterr().err
+
+
+def test_an_instance_mask_that_cannot_be_read_is_named(street, capsys):
+    (street / "masks/b.png").write_bytes(b"no mask")
+    assert main(coco_command(street)) == 1
+    assert "masks/b.png: cannot be read as a mask" in capsys.readouterr().err
+    (street / "masks/b.png").unlink()
+    Image.fromarray(np.zeros((20, 30), np.float32)).save(street / "masks/b.tif")
+    assert main(coco_command(street)) == 1
+    assert "masks/b.tif: an instance mask holds whole numbers" in capsys.readouterr().err
 
 
 def test_objects_can_be_picked_and_empty_masks_are_none():
@@ -396,6 +558,43 @@ def test_the_check_names_everything_at_once(tmp_path, capsys):
     assert "problem: unknown categories (1); list them in categories, or remove them" in told
     assert "annotation 903: by 52.0 pixels, in 0.png" in told
     assert "not ready" in told
+
+
+@pytest.mark.parametrize(
+    ("split", "change", "told"),
+    [
+        (
+            "train",
+            lambda c: c["annotations"].clear(),
+            "nothing to learn from (1); is it the right file?\n  train: no object",
+        ),
+        (
+            "train",
+            lambda c: [a.update(bbox=[9, 9, 0, 0]) for a in c["annotations"]],
+            "nothing to learn from",
+        ),
+        (
+            "val",
+            lambda c: c["annotations"].clear(),
+            "nothing to measure (1); is it the right file?\n  val: no object that can be used",
+        ),
+        (
+            "val",
+            lambda c: c["annotations"].clear() or c["images"].clear(),
+            "nothing to measure (1); is it the right file?\n  val: no pictures",
+        ),
+        ("val", lambda c: c["images"][0].pop("file_name"), "entries that lack something (1)"),
+    ],
+    ids=["no annotations", "no box", "no objects", "no pictures", "no file name"],
+)
+def test_the_check_refuses_what_training_refuses(tmp_path, capsys, split, change, told):
+    root = write_coco(tmp_path, change=lambda s, c: s == split and change(c))
+    with pytest.raises(ValueError, match=r"\w"):
+        own_objects(root).task()
+    assert main(["data", "check", str(root), "--annotations", "annotations/{split}.json"]) == 1
+    out = capsys.readouterr().out
+    assert told in out
+    assert "not ready" in out
 
 
 def test_a_good_set_is_ready(tmp_path, capsys):

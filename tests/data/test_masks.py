@@ -11,6 +11,8 @@ from pale.data.masks import (
     IGNORED,
     ClassList,
     Entry,
+    MaskFiles,
+    examine,
     find_pairs,
     hold_out,
     image_size,
@@ -69,8 +71,12 @@ def test_ades_list_is_understood(tmp_path):
         (["a"], {}, "2 to 255 classes can be told apart, the list has 1"),
         ([f"c{i}" for i in range(300)], {"ignore": ()}, "the list has 300"),
         (["a 1 2 3", "b 1 2 3"], {}, "two classes the same colour"),
+        (["0 a", "70000 b"], {}, "values in a mask are 0 to 65535, got 70000 in the class list"),
+        (["a", "b"], {"ignore": (70000,)}, "0 to 65535, got 70000"),
+        (["a", "b"], {"ignore": (-1,)}, "0 to 65535, got -1"),
+        (["0 a", "1 b", "2 a"], {}, "the name 'a' twice"),
     ],
-    ids=["mixed", "twice", "one", "many", "colour"],
+    ids=["mixed", "twice", "one", "many", "colour", "value", "ignored", "negative", "name"],
 )
 def test_class_lists_that_make_no_sense(entries, arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -149,6 +155,38 @@ def test_what_is_not_listed_is_an_error_that_names_file_and_value(tmp_path):
         read_mask(path, bare)
     with pytest.raises(UnreadableImageError, match="its channels differ"):
         read_mask(path, bare, "index")
+
+
+def test_ignored_classes_may_share_a_name():
+    entries = [parse_entry(line) for line in ("0 a", "1 b", "2 void", "3 void")]
+    assert ClassList(entries, ignore=(2, 3)).names == ["a", "b"]
+
+
+def test_class_lists_in_another_encoding_are_named(tmp_path):
+    (tmp_path / "classes.txt").write_bytes("Straße\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"classes\.txt is not UTF-8 text"):
+        read_entries(tmp_path / "classes.txt")
+
+
+def test_masks_of_floats_are_read_where_they_are_whole_numbers(tmp_path):
+    path = tmp_path / "m.tif"
+    Image.fromarray(np.array([[0.0, 1.0, 2.0]], np.float32)).save(path)
+    assert read_mask(path, STREET).tolist() == [[0, 1, 2]]
+    Image.fromarray(np.array([[0.0, 1.5, 2.0]], np.float32)).save(path)
+    with pytest.raises(UnreadableImageError, match=r"m\.tif: the value 1\.5 is no label"):
+        read_mask(path, STREET)
+
+
+def test_a_mask_of_the_unturned_picture_is_told_as_that(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (20, 12)).save(tmp_path / "a.jpg", exif=exif)
+    files = MaskFiles([(tmp_path / "a.jpg", tmp_path / "a.png")], STREET)
+    Image.new("L", (20, 12)).save(tmp_path / "a.png")
+    assert "is 12x20, its mask 20x12" in examine(files, 0).error
+    assert "EXIF entry turns it; a mask is that of the turned picture" in examine(files, 0).error
+    Image.new("L", (12, 20)).save(tmp_path / "a.png")
+    assert examine(files, 0).error is None
 
 
 def test_files_that_are_no_masks(tmp_path):

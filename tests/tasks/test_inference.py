@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch import nn
 
 from pale.data.mask_transforms import fit
@@ -21,6 +22,7 @@ from pale.tasks.segmentation.inference import (
     resize_image,
     starts,
 )
+from pale.tasks.segmentation.scaling import scaled_part
 
 CLASSES = 4
 
@@ -52,6 +54,29 @@ def image(h: int, w: int) -> torch.Tensor:
     return F.interpolate(coarse, (h, w), mode="bicubic").clamp(0, 255)[0].to(torch.uint8)
 
 
+def scaled(picture: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    return scaled_part(picture, size, (0, size[0]), (0, size[1]), torch.device("cpu"))
+
+
+@settings(deadline=None)
+@given(*[st.integers(1, 60)] * 4, st.data())
+def test_a_scaled_part_is_that_of_the_whole_and_the_whole_is_pillows(h, w, to_h, to_w, data):
+    generator = torch.Generator().manual_seed(h * w)
+    picture = torch.randint(0, 256, (3, h, w), generator=generator, dtype=torch.uint8)
+    whole = scaled(picture, (to_h, to_w))
+    pillow = Image.fromarray(picture.permute(1, 2, 0).numpy()).resize(
+        (to_w, to_h), Image.Resampling.BILINEAR
+    )
+    off = whole.permute(1, 2, 0).numpy().astype(int) - np.asarray(pillow)
+    assert np.abs(off).max() <= 1
+    if to_h >= h:  # every version takes the rows first
+        assert not off.any()
+    top, left = data.draw(st.integers(0, to_h - 1)), data.draw(st.integers(0, to_w - 1))
+    bottom, right = data.draw(st.integers(top + 1, to_h)), data.draw(st.integers(left + 1, to_w))
+    part = scaled_part(picture, (to_h, to_w), (top, bottom), (left, right), torch.device("cpu"))
+    assert torch.equal(part, whole[:, top:bottom, left:right])
+
+
 @torch.no_grad()
 def slow(model, picture, how: Inference) -> torch.Tensor:
     """Mean probabilities, everything in memory, window after window: mmsegmentation's slide and whole inference."""
@@ -60,7 +85,7 @@ def slow(model, picture, how: Inference) -> torch.Tensor:
     for scale in how.scales:
         for flip in (False, True) if how.flip else (False,):
             size = fit(h, w, how.short, how.long, scale)
-            x = resize_image(picture, size)
+            x = resize_image(picture, size) if how.mode == "whole" else scaled(picture, size)
             x = normalise((x.flip(-1) if flip else x)[None])
             if how.mode == "whole":
                 logits = F.interpolate(model(x), size, mode="bilinear", align_corners=False)
@@ -177,6 +202,15 @@ def test_windows_run_several_at_a_time(model):
     assert [shape[0] for shape in model.calls] == [3, 3]
 
 
+@pytest.mark.parametrize("classes", [3, 20, 150])
+def test_blocks_of_several_looks_shrink_with_the_classes_not_with_the_looks(model, classes):
+    how = Inference(mode="slide", short=None, long=None, scales=(0.5, 1.0, 2.0), flip=True)
+    rows, columns = Segmenter(model, how, classes).blocks(9000, 9000, 6)
+    assert rows * columns * (classes + 1) * 4 * 9 <= how.memory_mb * 2**20
+    more = Inference(mode="slide", short=None, long=None, scales=(0.5, 1.0, 1.5, 2.0), flip=True)
+    assert Segmenter(model, more, classes).blocks(9000, 9000, 8) == (rows, columns)
+
+
 LARGE = """
 import resource, torch
 from torch import nn
@@ -185,26 +219,39 @@ from pale.tasks.segmentation.inference import Inference, Segmenter
 class Flat(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv = nn.Conv2d(3, 60, 16, stride=16)
+        self.conv = nn.Conv2d(3, {classes}, 16, stride=16)
     def forward(self, x):
         return self.conv(x)
 
-how = Inference(mode="slide", window=512, stride=512, short=None, long=None, memory_mb=64, windows=1)
-segment = Segmenter(Flat().eval(), how, 60)
-segment(torch.zeros(3, 600, 700, dtype=torch.uint8))
+how = Inference(mode="slide", short=None, long=None, windows=1, **{how})
+segment = Segmenter(Flat().eval(), how, {classes})
+segment(torch.zeros(3, *{small}, dtype=torch.uint8))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-labels = segment(torch.zeros(3, 2000, 3000, dtype=torch.uint8))
-assert labels.shape == (2000, 3000)
+labels = segment(torch.zeros(3, *{large}, dtype=torch.uint8))
+assert labels.shape == {large}
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
+def growth(**values) -> int:
+    """MB that a large image takes more than a small one before it."""
+    command = [sys.executable, "-c", LARGE.format(**values)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return int(done.stdout)
+
+
 def test_a_large_image_needs_little_more_memory_than_a_small_one():
     """60 classes of 6 million pixels would be 1440 MB; the image and its labels are 24."""
-    done = subprocess.run(
-        [sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert int(done.stdout) < 300
+    how = {"window": 512, "stride": 512, "memory_mb": 64}
+    assert growth(classes=60, how=how, small=(600, 700), large=(2000, 3000)) < 300
+
+
+@pytest.mark.slow
+def test_ten_looks_at_a_large_image_stay_within_the_bound_on_memory():
+    """The image and its labels are 5 MB; scaled and flipped copies would be 50, rows of windows of ten looks 100."""
+    how = {"window": 256, "stride": 256, "memory_mb": 32, "flip": True}
+    how["scales"] = (0.75, 1.0, 1.25, 1.5, 1.75)
+    assert growth(classes=20, how=how, small=(64, 64), large=(900, 1300)) < 80
 
 
 @pytest.mark.parametrize(
@@ -225,5 +272,6 @@ def test_what_is_done_is_told():
         Inference().told()
         == "whole image, short side 512, long side at most 2048, scale 1, no flip"
     )
+    assert "image, short side 512, scale" in Inference(long=None).told()
     how = Inference(mode="slide", short=None, long=None, scales=(0.5, 1.0), flip=True)
     assert how.told() == "windows of 512 every 341, own size, scale 0.5, 1, with flip"

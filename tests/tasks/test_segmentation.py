@@ -153,6 +153,9 @@ def harm(root: Path, what: str) -> None:
     elif what == "empty":
         for path in (root / "images/val").iterdir():
             path.unlink()
+    elif what in ("train", "val"):
+        for path in (root / "masks" / what).iterdir():
+            Image.new("L", (32, 32), 255).save(path)
     elif what == "image":
         (root / "images/train/2.png").write_bytes(b"no picture")
     elif what == "classes":
@@ -170,6 +173,8 @@ def harm(root: Path, what: str) -> None:
         ("colour", r"masks/train/1\.png: the colour 1 2 3 is not in the class list"),
         ("empty", r"there are no pictures in .*images/val"),
         ("image", r"images/train/2\.png: cannot be read as an image"),
+        ("train", "no labelled pixel in the training set"),
+        ("val", "no labelled pixel in the validation set"),
         ("classes", r"there is no class list .*classes\.txt; a line of one is"),
         ("folder", r"there is no folder .*masks/.*, where the masks should lie"),
     ],
@@ -191,6 +196,8 @@ def test_bad_input_is_an_error_before_training_starts(tmp_path, what, message):
         ({"warmup_steps": 6}, "warmup_steps must be fewer than steps, got 6 and 6"),
         ({"data.classes": None, "required": []}, "data.classes is not set"),
         ({"data.masks": None, "required": []}, "data.images and data.masks are not set"),
+        ({"data.classes": [0, 1]}, "data.classes: names are words, got 0; quote them"),
+        ({"data.ignore": [70000]}, "values in a mask are 0 to 65535, got 70000"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -278,6 +285,75 @@ def test_data_check_shows_the_imbalance_and_every_problem(tmp_path, capsys):
     code, _, err = run(capsys, "data", "check", root, "--recipe", "imagenet.pale_t")
     assert code == 1
     assert "is no segmentation recipe" in err
+    harm(root, "val")
+    code, out, _ = run(capsys, *words)
+    assert code == 1
+    assert "nothing to learn from or to measure (1)" in out
+    assert "val: no labelled pixel" in out
+
+
+MASKS = ("--images", "images", "--masks", "masks", "--classes", "classes.txt")
+
+
+def test_data_check_takes_sets_without_splits_and_splits_of_any_name(tmp_path, capsys):
+    root = write_masks(tmp_path, counts=(6, 2))
+    flat = ("--images", "images/train", "--masks", "masks/train", "--classes", "classes.txt")
+    code, _, err = run(capsys, "data", "check", root, *flat)
+    assert code == 1
+    assert "images/train/train in" in err
+    assert "--hold-out" in err
+    code, out, _ = run(capsys, "data", "check", root, *flat, "--hold-out", "0.5", "--json")
+    assert code == 0
+    assert {name: s["images"] for name, s in json.loads(out)["splits"].items()} == {
+        "train": 3,
+        "held out": 3,
+    }
+    for folder in ("images", "masks"):
+        (root / folder / "val").rename(root / folder / "test")
+    code, out, _ = run(capsys, "data", "check", root, *MASKS, "--splits", "train", "test")
+    assert code == 0
+    assert "test: 2 images" in out
+    (root / "train.txt").write_text("0\n1\n")
+    (root / "val.txt").write_text("2\n")
+    words = ("data", "check", root, *flat, "--lists", "{split}.txt", "--json")
+    code, out, _ = run(capsys, *words)
+    assert [s["images"] for s in json.loads(out)["splits"].values()] == [2, 1]
+    Image.new("L", (32, 32), 77).save(root / "masks/train/0.png")
+    assert run(capsys, *words)[0] == 1
+    assert run(capsys, *words, "--unlisted", "ignore")[0] == 0
+
+
+@pytest.mark.parametrize("hold_out", [(), ("--hold-out", "0.5")], ids=["splits", "hold out"])
+def test_data_check_lists_every_missing_mask(tmp_path, capsys, hold_out):
+    root = write_masks(tmp_path, counts=(6, 2))
+    (root / "masks/train/1.png").unlink()
+    (root / "masks/train/4.png").unlink()
+    flat = ("--images", "images/train", "--masks", "masks/train", "--classes", "classes.txt")
+    words = (*flat, *hold_out) if hold_out else MASKS
+    code, out, _ = run(capsys, "data", "check", root, *words)
+    assert code == 1
+    assert "problem: no mask (2)" in out
+    assert f"  {root}/images/train/1.png\n  {root}/images/train/4.png\n" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (MASKS[:4], "--classes is not given; to check masks give --classes FILE"),
+        (MASKS[2:], "--images is not given; to check masks give --images DIR"),
+        (MASKS[:2], "give --masks DIR, the folder of masks (for COCO's json: --annotations FILE)"),
+        (MASKS[4:], "--images is not given"),
+        ((*MASKS, "--sheet", "s.png"), "--sheet draws folders of classes"),
+        (("--annotations", "a.json", "--masks", "masks"), "--masks says nothing about objects"),
+        (("--annotations", "a.json", "--recipe", "x"), "--recipe says nothing about objects"),
+        (("--annotations", "a.json", "--sheet", "s.png"), "--sheet says nothing about objects"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_data_check_refuses_options_that_do_not_fit(tmp_path, capsys, words, message):
+    code, _, err = run(capsys, "data", "check", write_masks(tmp_path), *words)
+    assert code == 1
+    assert message in err
 
 
 def test_init_is_an_option_and_says_what_it_did(tmp_path, capsys):
@@ -303,6 +379,13 @@ def test_masks_that_the_weights_do_not_know_are_refused(trained, capsys):
     code, _, err = run(capsys, "eval", trained / "run", "--data.root", root)
     assert code == 1
     assert "the weights know 9 classes, the data has 2" in err
+    lines = (trained / "data/classes.txt").read_text().splitlines()
+    names = [line.split()[1] for line in lines]
+    names[1], names[2] = names[2], names[1]
+    (root / "classes.txt").write_text("\n".join(names))
+    code, _, err = run(capsys, "eval", trained / "run", "--data.root", root)
+    assert code == 1
+    assert "class 1 is 'disc' for the weights, 'ring' in the data's list" in err
 
 
 @pytest.mark.data

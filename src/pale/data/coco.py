@@ -10,6 +10,8 @@ import json
 import pickle
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from PIL import Image
 
 from . import rle
 from .images import UnreadableImageError, read_image
-from .instances import Instances, from_masks, size_of
+from .instances import Instances, InstanceSource, Subset, from_masks, size_of
 
 LEAST_SIDE = 1.0  # pixels; a thinner box is none, as in mmdetection
 
@@ -38,7 +40,24 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError(
                 f"{path} has no list of {part!r}; COCO's json holds images, annotations and categories"
             )
+        for place, entry in enumerate(content[part]):
+            if (reason := _entry_problem(entry)) is not None:
+                raise ValueError(f"{path}: entry {place} of {part} {reason}; repair or remove it")
     return content
+
+
+def _entry_problem(entry: Any) -> str | None:
+    """What no reader could make sense of; a size of 0 or null is one that is not known."""
+    if not isinstance(entry, dict):
+        return f"is {str(entry)[:40]!r}, not an object {{...}}"
+    for key in ("id", "image_id", "category_id"):
+        if isinstance(entry.get(key), list | dict):
+            return f"has the {key} {str(entry[key])[:40]}, not a number"
+    for key in ("width", "height"):
+        value = entry.get(key) or 0
+        if not isinstance(value, int | float) or not 0 <= value < 1e7:
+            return f"has the {key} {str(value)[:40]!r}, not a number of pixels"
+    return None
 
 
 class CocoFiles:
@@ -75,7 +94,10 @@ class CocoFiles:
         self.shaped = True
         packed, self._files, self._ids, self._sizes = [], [], [], []
         for identity, file, size in entries:
-            found = self._clean(by_image.get(identity, ()), size)
+            own = by_image.get(identity, ())
+            if own and size is None:
+                size = size_of(images / file)
+            found = self._clean(own, size)
             if not keep_empty and (found is None or found.crowd.all()):
                 self.left_out["pictures without objects"] += 1
                 continue
@@ -117,10 +139,9 @@ class CocoFiles:
         self, entries: Sequence[dict[str, Any]], size: tuple[int, int] | None
     ) -> Instances | None:
         kept = []
-        if entries and size is None:
-            size = (0, 0)  # unknown: read with the picture
         for entry in entries:
-            reason, box = usable(entry, size or (0, 0))
+            assert size is not None
+            reason, box = usable(entry, size)
             if reason is not None:
                 self.left_out[reason] += 1
                 continue
@@ -137,7 +158,7 @@ class CocoFiles:
             np.array([box for _, box in kept], np.float64),
             np.array([number[e["category_id"]] for e, _ in kept], np.int64),
             crowd,
-            np.array([e.get("area", (b[2] - b[0]) * (b[3] - b[1])) for e, b in kept], np.float64),
+            np.array([area_of(e, b, size) for e, b in kept], np.float64),
             shapes,
         )
 
@@ -152,20 +173,21 @@ class CocoFiles:
     def image(self, index: int) -> Image.Image:
         """The picture."""
         image = read_image(self.folder / self._files[index])
+        self._require_size(index, (image.height, image.width))
+        return image
+
+    def _require_size(self, index: int, found: tuple[int, int]) -> None:
         h, w = self._sizes[index]
-        if (image.height, image.width) != (h, w):
+        if found != (h, w):
             raise UnreadableImageError(
-                f"{self.name(index)} is {image.width}x{image.height}, {self.path.name} says {w}x{h}; "
+                f"{self.name(index)} is {found[1]}x{found[0]}, {self.path.name} says {w}x{h}; "
                 "boxes would be off: repair one of them"
             )
-        return image
 
     def instances(self, index: int) -> Instances:
         """Its objects."""
         start = int(self._ends[index - 1]) if index else 0
         found: Instances = pickle.loads(self._packed[start : int(self._ends[index])].tobytes())
-        if found.size == (0, 0):
-            return Instances(self._sizes[index], *list(vars(found).values())[1:])
         return found
 
     def size(self, index: int) -> tuple[int, int]:
@@ -180,18 +202,52 @@ class CocoFiles:
         """The file."""
         return str(self.folder / self._files[index])
 
-    def missing(self) -> list[str]:
-        """Pictures that are not there."""
-        present = {p.name for p in self.folder.iterdir()} if self.folder.is_dir() else set()
-        return [
-            str(self.folder / f)
-            for f in self._files
-            if f not in present and not (self.folder / f).is_file()
-        ]
+    def problem(self, index: int) -> str | None:
+        """Why a picture cannot be used, as far as the head of its file tells."""
+        try:
+            self._require_size(index, size_of(self.folder / self._files[index]))
+        except UnreadableImageError as error:
+            return str(error)
+        return None
+
+
+def require_pictures(source: InstanceSource, threads: int) -> None:
+    """Raise what is wrong with the pictures of a json, from the heads of the files."""
+    indices: Sequence[int] = range(len(source))
+    while isinstance(source, Subset):
+        indices, source = [source.indices[i] for i in indices], source.source
+    if not isinstance(source, CocoFiles):
+        return
+    files = source
+    present = {p.name for p in files.folder.iterdir()} if files.folder.is_dir() else set()
+    missing = [
+        files.name(i)
+        for i in indices
+        if files._files[i] not in present and not Path(files.name(i)).is_file()
+    ]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{files.path.name} lists {missing[0]}{more}, but there is no such picture; is data.images right?"
+        )
+    # A share each: threads overlap the waiting for a disk, tasks of one picture would only cost time.
+    with ThreadPoolExecutor(threads) as pool:
+        shares = pool.map(
+            lambda first: [(i, files.problem(i)) for i in indices[first::threads]], range(threads)
+        )
+        bad = [reason for _, reason in sorted(chain(*shares)) if reason is not None]
+    if bad:
+        more = f" (and {len(bad) - 1} more such pictures)" if len(bad) > 1 else ""
+        raise UnreadableImageError(bad[0] + more)
 
 
 def usable(entry: dict[str, Any], size: tuple[int, int]) -> tuple[str | None, list[float]]:
-    """Why an annotation is left out, or None, and its box inside the image (left, top, right, bottom)."""
+    """Why an annotation is left out, or None, and its box inside the image (left, top, right, bottom).
+
+    Args:
+        entry: of the json.
+        size: height and width of the image; (0, 0) where it is not known.
+    """
     box = entry.get("bbox")
     if (
         not isinstance(box, list)
@@ -208,9 +264,19 @@ def usable(entry: dict[str, Any], size: tuple[int, int]) -> tuple[str | None, li
         top, bottom = (min(max(v, 0.0), float(size[0])) for v in (top, bottom))
         if right - left < LEAST_SIDE or bottom - top < LEAST_SIDE:
             return "boxes outside their picture", []
-    if rle.problem(entry.get("segmentation")) is not None:
+    if rle.problem(entry.get("segmentation"), size if size != (0, 0) else None) is not None:
         return "annotations with a broken shape", []
     return None, [left, top, right, bottom]
+
+
+def area_of(entry: dict[str, Any], box: Sequence[float], size: tuple[int, int]) -> float:
+    """As the json says; where it does not, of the shape, or of the box where there is none."""
+    said = entry.get("area")
+    if isinstance(said, int | float) and 0 <= said < float("inf"):
+        return float(said)
+    if size != (0, 0) and not rle.is_empty(shape := entry.get("segmentation")):
+        return rle.area(shape, size)
+    return (box[2] - box[0]) * (box[3] - box[1])
 
 
 def _categories(path: Path, entries: Sequence[Any]) -> tuple[list[str], list[int]]:

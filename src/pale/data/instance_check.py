@@ -15,7 +15,7 @@ from typing import Any
 from ..progress import Track, silent
 from . import rle
 from .check import Problem, SplitReport
-from .coco import LEAST_SIDE, read_json
+from .coco import LEAST_SIDE, area_of, read_json, usable
 from .images import UnreadableImageError, read_image
 
 OUTSIDE = 1.0  # pixels that a box may stick out, from rounding
@@ -36,6 +36,7 @@ def check_instances(
         content = contents[name]
         report.splits[name] = _counts(content, report.classes)
         problems += _of_ids(name, content)
+        problems += _refused(name, content, name == next(iter(splits)))
         problems += _of_annotations(name, content)
         found, sums[name] = _of_pictures(name, content, folder, threads, track)
         problems += found
@@ -52,7 +53,7 @@ def check_instances(
 
 
 def _by_id(categories: Sequence[Any]) -> list[dict[str, Any]]:
-    return sorted((c for c in categories if isinstance(c, dict)), key=lambda c: c.get("id", 0))
+    return sorted(categories, key=lambda c: c["id"] if isinstance(c.get("id"), int) else 0)
 
 
 def _counts(content: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
@@ -62,6 +63,7 @@ def _counts(content: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     sizes = Counter({"small": 0, "medium": 0, "large": 0})
     crowds = 0
     with_objects = set()
+    picture_size = _picture_sizes(content)
     for entry in content["annotations"]:
         if entry.get("iscrowd"):
             crowds += 1
@@ -70,7 +72,9 @@ def _counts(content: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
         objects[label] += 1
         pictures.setdefault(label, set()).add(entry.get("image_id"))
         with_objects.add(entry.get("image_id"))
-        area = entry.get("area", 0) or 0
+        size = picture_size.get(entry.get("image_id"), (0, 0))
+        reason, box = usable(entry, size)
+        area = area_of(entry, box, size) if reason is None else 0
         sizes["small" if area < SMALL else "medium" if area < LARGE else "large"] += 1
     return {
         "images": len(content["images"]),
@@ -82,6 +86,15 @@ def _counts(content: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
             c: {"objects": objects[c], "images": len(pictures.get(c, ()))} for c in classes
         },
     }
+
+
+def _picture_sizes(content: dict[str, Any]) -> dict[Any, tuple[int, int]]:
+    """Height and width by id; (0, 0) where the json does not say."""
+    sizes = {}
+    for entry in content["images"]:
+        h, w = entry.get("height"), entry.get("width")
+        sizes[entry.get("id")] = (int(h), int(w)) if h and w else (0, 0)
+    return sizes
 
 
 def _of_ids(split: str, content: dict[str, Any]) -> list[Problem]:
@@ -96,8 +109,42 @@ def _of_ids(split: str, content: dict[str, Any]) -> list[Problem]:
     return out
 
 
+def _refused(split: str, content: dict[str, Any], training: bool) -> list[Problem]:
+    """What training does not begin with."""
+    sizes = _picture_sizes(content)
+    objects = any(
+        entry.get("image_id") in sizes
+        and not entry.get("iscrowd")
+        and usable(entry, sizes[entry["image_id"]])[0] is None
+        for entry in content["annotations"]
+    )
+    nothing = "no pictures" if not sizes else "" if objects else "no object that can be used"
+    bare = [] if content["categories"] else [f"{split}: no categories"]
+    bare += [
+        f"{split}: {str(entry)[:80]}"
+        for part, keys in (("images", {"id", "file_name"}), ("categories", {"id", "name"}))
+        for entry in content[part]
+        if not keys <= set(entry)
+    ]
+    return [
+        Problem(
+            "nothing to learn from" if training else "nothing to measure",
+            True,
+            "is it the right file?",
+            [f"{split}: {nothing}"] if nothing else [],
+        ),
+        Problem(
+            "entries that lack something",
+            True,
+            "an image needs an id and a file_name, a category an id and a name",
+            bare,
+        ),
+    ]
+
+
 def _of_annotations(split: str, content: dict[str, Any]) -> list[Problem]:
     images = {entry.get("id"): entry for entry in content["images"]}
+    sizes = _picture_sizes(content)
     categories = {entry.get("id") for entry in content["categories"]}
     items: dict[str, list[str]] = {
         k: [] for k in ("category", "image", "box", "empty", "outside", "shape")
@@ -116,7 +163,8 @@ def _of_annotations(split: str, content: dict[str, Any]) -> list[Problem]:
         kind, what = _box_problem(entry.get("bbox"), image)
         if kind:
             items[kind].append(f"{told}: {what}, in {image.get('file_name')}")
-        if (reason := rle.problem(entry.get("segmentation"))) is not None:
+        size = sizes[image.get("id")]
+        if reason := rle.problem(entry.get("segmentation"), size if all(size) else None):
             items["shape"].append(f"{told}: {reason}, in {image.get('file_name')}")
     bare = [f"{split}: {shaped[True]} of {shaped.total()} objects"] if shaped[True] else []
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,6 +267,24 @@ class Subset:
         return self.source.name(self.indices[index])
 
 
+def has_objects(source: InstanceSource, index: int) -> bool:
+    """Whether a picture has an object to learn from; crowds are none."""
+    return not source.instances(index).crowd.all()
+
+
+def with_objects(source: InstanceSource) -> Subset:
+    """The pictures that have objects to learn from; how many have none is noted."""
+    kept = [i for i in range(len(source)) if has_objects(source, i)]
+    if not kept:
+        raise ValueError(
+            f"none of the {len(source)} training pictures has an object; there is nothing to learn from"
+        )
+    out = Subset(source, kept)
+    if empty := len(source) - len(kept):
+        out.notes = [*source.notes, f"training set: {empty} pictures without objects left out"]
+    return out
+
+
 def both(source: InstanceSource, index: int) -> tuple[Image.Image, Instances]:
     """Picture and objects, of one size."""
     if isinstance(source, SceneInstances):
@@ -285,6 +304,7 @@ def convert(
     classes: Sequence[str],
     divisor: int | None = None,
     track: Track = silent,
+    skipped: Counter[int] | None = None,
 ) -> dict[str, Any]:
     """COCO's json from pictures and instance masks: each value above 0 of a mask is an object.
 
@@ -293,7 +313,9 @@ def convert(
         masks: folder of masks with the same names, 8 or 16 bits, palette or grey.
         classes: names. With one, all objects are of it.
         divisor: a value's class is value // divisor, from 1 on, as in Cityscapes (26001: class 26, object 1).
+            Values below it are regions without objects (7: road) and left out.
         track: shows how far it is.
+        skipped: counts in how many masks each such value occurs.
     """
     from .masks import find_pairs
 
@@ -302,6 +324,8 @@ def convert(
             f"{len(classes)} classes need a divisor that tells them from a mask's values (value // divisor); "
             "with one class there is none"
         )
+    if divisor is not None and divisor < 1:
+        raise ValueError(f"the divisor must be 1 or more, got {divisor}; in Cityscapes it is 1000")
     categories = [{"id": i + 1, "name": name} for i, name in enumerate(classes)]
     content: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
     pairs = find_pairs(images, masks)
@@ -315,7 +339,10 @@ def convert(
         content["images"].append(
             {"id": number, "file_name": str(picture.relative_to(images)), "height": h, "width": w}
         )
-        objects = [int(v) for v in np.unique(values) if v > 0]
+        found_values = [int(v) for v in np.unique(values) if v > 0]
+        objects = [v for v in found_values if v >= (divisor or 0)]
+        if skipped is not None:
+            skipped.update(v for v in found_values if v < (divisor or 0))
         labels = [0 if divisor is None else v // divisor - 1 for v in objects]
         if wrong := [v for v, c in zip(objects, labels, strict=True) if not 0 <= c < len(classes)]:
             raise UnreadableImageError(
@@ -331,8 +358,15 @@ def convert(
 def _values(path: Path) -> NDArray[np.int64]:
     if path.suffix.lower() not in MASK_SUFFIXES:
         raise UnreadableImageError(f"{path}: masks are lossless files ({', '.join(MASK_SUFFIXES)})")
-    with Image.open(path) as image:
-        values = np.asarray(image)
+    try:
+        with Image.open(path) as image:
+            values = np.asarray(image)
+    except Exception as error:
+        raise UnreadableImageError(
+            f"{path}: cannot be read as a mask ({error}); replace it"
+        ) from None
     if values.ndim != 2:
         raise UnreadableImageError(f"{path}: an instance mask has one value a pixel, not colours")
+    if values.dtype.kind == "f":
+        raise UnreadableImageError(f"{path}: an instance mask holds whole numbers, not floats")
     return values.astype(np.int64)

@@ -17,13 +17,17 @@ EMPTY = 0.5  # share of unlabelled pixels above which an image is named
 
 
 def check_masks(
-    sources: dict[str, MaskSource], threads: int = 4, track: Track = silent
+    sources: dict[str, MaskSource],
+    threads: int = 4,
+    track: Track = silent,
+    absent: Sequence[str] = (),
 ) -> SplitReport:
-    """Read every picture and mask; the first source is the training set."""
+    """Read every picture and mask; the first source is the training set. `absent`: pictures without a mask."""
     first = next(iter(sources.values()))
     report = SplitReport(classes=list(first.classes.names))
     seen = {name: survey(source, threads, True, track) for name, source in sources.items()}
-    problems: list[Problem] = []
+    advice = "training would not start: draw them, or remove the pictures"
+    problems = [Problem("no mask", True, advice, list(absent))]
     for split, source in sources.items():
         good = [entry for entry in seen[split] if entry.error is None]
         pixels = (
@@ -31,6 +35,16 @@ def check_masks(
         )
         report.splits[split] = _shares(report.classes, pixels)
         problems += _of_split(split, source, seen[split])
+    bare = [
+        f"{split}: no labelled pixel"
+        for split, found in report.splits.items()
+        if not any(c["images"] for c in found["classes"].values())
+    ]
+    problems.append(
+        Problem(
+            "nothing to learn from or to measure", True, "are --ignore and the list right?", bare
+        )
+    )
     problems += [_copies(sources, seen), *_of_classes(report)]
     report.problems = [problem for problem in problems if problem.items]
     return report

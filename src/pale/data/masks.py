@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..progress import Track, silent
+from . import images
 from .images import SUFFIXES, UnreadableImageError, read_image
 from .scenes import CLASSES as SHAPES
 from .scenes import Scenes
 
 IGNORED = 255
 MOST_CLASSES = 255
+MOST_VALUE = 65535  # of 16 bits
 MASK_SUFFIXES = (".png", ".bmp", ".gif", ".tif", ".tiff")  # lossless ones
 MaskKind = Literal["auto", "index", "colour"]
 Labels = NDArray[np.uint8]
@@ -68,7 +70,7 @@ def read_entries(path: Path) -> list[Entry]:
         raise ValueError(
             f"there is no class list {path}; a line of one is: 3 road 128 64 128 (value in the mask, name, colour)"
         )
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    lines = [line for line in _text(path).splitlines() if line.strip()]
     if lines and lines[0].split("\t")[0] == "Idx":
         fields = [line.split("\t") for line in lines[1:]]
         return [Entry(int(row[0]), row[-1].partition(",")[0].strip()) for row in fields]
@@ -76,6 +78,13 @@ def read_entries(path: Path) -> list[Entry]:
     if not entries:
         raise ValueError(f"{path} lists no classes; a line is: 3 road 128 64 128")
     return entries
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
 
 
 def palette(count: int) -> list[Colour]:
@@ -115,6 +124,10 @@ class ClassList:
                 f"{len(entries)} classes"
             )
         values = given or [i + reduce_zero for i in range(len(entries))]
+        if wrong := [v for v in (*values, *ignore) if not 0 <= v <= MOST_VALUE]:
+            raise ValueError(
+                f"values in a mask are 0 to {MOST_VALUE}, got {wrong[0]} in the class list or in data.ignore"
+            )
         if len(set(values)) < len(values):
             twice = next(v for v in values if values.count(v) > 1)
             raise ValueError(
@@ -129,6 +142,11 @@ class ClassList:
                 "those that are ignored"
             )
         self.names = [entry.name for _, entry in kept]
+        if len(set(self.names)) < len(self.names):
+            same = next(name for name in self.names if self.names.count(name) > 1)
+            raise ValueError(
+                f"the class list has the name {same!r} twice; figures are told by name, so each class needs its own"
+            )
         self.values = [value for value, _ in kept]
         self.coloured = all(entry.colour is not None for entry in entries)
         plain = palette(len(kept))
@@ -150,15 +168,15 @@ class ClassList:
     @cached_property
     def _table(self) -> tuple[Labels, NDArray[np.bool_]]:
         # Label of every 16-bit value, and whether it is known.
-        table = np.full(65536, IGNORED, np.uint8)
-        known = np.zeros(65536, np.bool_)
+        table = np.full(MOST_VALUE + 1, IGNORED, np.uint8)
+        known = np.zeros(MOST_VALUE + 1, np.bool_)
         for value, label in self.label_of.items():
             table[value], known[value] = label, True
         return table, known
 
     def from_values(self, values: NDArray[Any], name: str) -> Labels:
         """Labels of a map of values."""
-        if values.min() < 0 or values.max() > 65535:
+        if values.min() < 0 or values.max() > MOST_VALUE:
             raise UnreadableImageError(
                 f"{name}: values from {values.min()} to {values.max()} are no labels"
             )
@@ -235,6 +253,11 @@ def read_mask(path: str | os.PathLike[str], classes: ClassList, kind: MaskKind =
                 "set data.mask_kind=colour"
             )
         pixels = pixels[..., 0]
+    if pixels.dtype.kind == "f" and not (pixels == np.rint(pixels)).all():
+        odd = pixels[pixels != np.rint(pixels)][0]
+        raise UnreadableImageError(
+            f"{name}: the value {odd:g} is no label; labels are whole numbers, save masks with 8 or 16 bits"
+        )
     return classes.from_values(pixels.astype(np.int64), name)
 
 
@@ -307,13 +330,16 @@ class SceneMasks:
         return f"scene {index} of seed {self.scenes.seed}"
 
 
-def find_pairs(images: Path, masks: Path, names: Path | None = None) -> list[tuple[Path, Path]]:
+def find_pairs(
+    images: Path, masks: Path, names: Path | None = None, absent: list[str] | None = None
+) -> list[tuple[Path, Path]]:
     """Pictures under `images` with the masks of the same path under `masks`, whatever their suffixes.
 
     Args:
         images: folder of pictures.
         masks: folder of masks.
         names: a list of paths under `images` without suffix, the first word of each line; others are left out.
+        absent: takes the pictures without a mask, which are an error otherwise.
     """
     for folder, what in ((images, "pictures"), (masks, "masks")):
         if not folder.is_dir():
@@ -324,14 +350,18 @@ def find_pairs(images: Path, masks: Path, names: Path | None = None) -> list[tup
     if names is not None:
         if not names.is_file():
             raise ValueError(f"there is no list {names}; a line begins with a picture's name")
-        lines = [line.split() for line in names.read_text().splitlines()]
+        lines = [line.split() for line in _text(names).splitlines()]
         wanted = [words[0] for words in lines if words and not words[0].startswith("#")]
         wanted = [word if word in pictures else os.path.splitext(word)[0] for word in wanted]
         if absent := [word for word in wanted if word not in pictures]:
             raise ValueError(f"{names} lists {absent[0]}, but there is no such picture in {images}")
     if not wanted:
         raise ValueError(f"there are no pictures in {images} ({', '.join(SUFFIXES)})")
-    if missing := [word for word in wanted if word not in labels]:
+    missing = [word for word in wanted if word not in labels]
+    if absent is not None:
+        absent += [str(images / pictures[word]) for word in missing]
+        wanted = [word for word in wanted if word in labels]
+    elif missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
             f"{images / pictures[missing[0]]}{more} have no mask in {masks}; expected is "
@@ -388,12 +418,17 @@ def examine(source: MaskSource, index: int, decode: bool = False) -> Seen:
     except UnreadableImageError as error:
         return Seen(str(error), none)
     if size != (mask.shape[1], mask.shape[0]):
-        return Seen(
+        told = (
             f"{source.name(index)} is {size[0]}x{size[1]}, its mask {mask.shape[1]}x{mask.shape[0]}; "
-            "both must have one size",
-            none,
-            size,
+            "both must have one size"
         )
+        if (
+            isinstance(source, MaskFiles)
+            and size == mask.shape
+            and _head(source.pairs[index][0])[1]
+        ):
+            told += " (the picture's EXIF entry turns it; a mask is that of the turned picture)"
+        return Seen(told, none, size)
     counts = np.bincount(mask.ravel(), minlength=256)
     none[:-1], none[-1] = counts[: len(none) - 1], counts[IGNORED]
     return Seen(None, none, size)
@@ -401,10 +436,19 @@ def examine(source: MaskSource, index: int, decode: bool = False) -> Seen:
 
 def image_size(path: Path) -> tuple[int, int]:
     """Width and height as the picture will be read, from the file's head alone."""
+    (w, h), turned = _head(path)
+    if w * h > images.MOST_PIXELS:  # of far more than that Pillow tells itself
+        raise UnreadableImageError(
+            f"{path}: more than {images.MOST_PIXELS:,} pixels ({w}x{h}); shrink it before training"
+        )
+    return (h, w) if turned else (w, h)
+
+
+def _head(path: Path) -> tuple[tuple[int, int], bool]:
+    """Width and height of what is stored, and whether its EXIF entry turns it by a quarter."""
     try:
         with Image.open(path) as image:
-            turned = image.getexif().get(0x0112, 1) >= 5
-            return (image.height, image.width) if turned else (image.width, image.height)
+            return image.size, image.getexif().get(0x0112, 1) >= 5
     except Exception as error:
         raise UnreadableImageError(
             f"{path}: cannot be read as an image ({error}); delete it or replace it"

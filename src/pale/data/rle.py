@@ -28,23 +28,12 @@ def codec() -> Any:
     return mask
 
 
-def problem(shape: Shape) -> str | None:
-    """Why a shape cannot be drawn, or None; no shape is none."""
-    if shape is None or (isinstance(shape, list) and not shape):
+def problem(shape: Shape, image: tuple[int, int] | None = None) -> str | None:
+    """Why a shape cannot be drawn in an image of that height and width, or None; no shape is none."""
+    if is_empty(shape):
         return None
     if isinstance(shape, dict):
-        size, counts = shape.get("size"), shape.get("counts")
-        if not isinstance(size, list | tuple) or len(size) != 2:
-            return "a run-length code without its size"
-        if isinstance(counts, list):
-            if sum(counts) != size[0] * size[1]:
-                return f"run lengths of {sum(counts)} pixels for {size[0]}x{size[1]}"
-            return None
-        return (
-            None
-            if isinstance(counts, str | bytes) and counts
-            else "a run-length code without counts"
-        )
+        return _code_problem(shape.get("size"), shape.get("counts"), image)
     if not isinstance(shape, list):
         return f"{type(shape).__name__} is no shape"
     for polygon in shape:
@@ -53,6 +42,56 @@ def problem(shape: Shape) -> str | None:
         if not all(isinstance(v, int | float) and abs(v) < 1e7 for v in polygon):
             return "a polygon with something that is no coordinate"
     return None
+
+
+def _code_problem(size: Any, counts: Any, image: tuple[int, int] | None) -> str | None:
+    if not isinstance(size, list | tuple) or len(size) != 2:
+        return "a run-length code without its size"
+    if not all(isinstance(n, int) and n > 0 for n in size):
+        return f"a run-length code whose size is {size}"
+    h, w = size
+    if image is not None and (h, w) != image:
+        return f"a run-length code for {w}x{h} in a picture of {image[1]}x{image[0]}"
+    if not isinstance(counts, list | str | bytes) or not counts:
+        return "a run-length code without counts"
+    runs = counts if isinstance(counts, list) else run_lengths(counts)
+    if runs is None or not all(isinstance(n, int) and n >= 0 for n in runs):
+        return f"{str(counts)[:20]!r} are no run lengths"
+    if sum(runs) != h * w:
+        return f"run lengths of {sum(runs)} pixels for {w}x{h}"
+    return None
+
+
+def run_lengths(counts: str | bytes) -> list[int] | None:
+    """The numbers of a compressed code, or None where it is none; the C code does not look.
+
+    A number is a group of characters of 5 bits, the lowest first, each with 32 added but the last, whose bit 16
+    is the sign; from the fourth number on it is the difference to the last but one.
+    """
+    text = counts.encode() if isinstance(counts, str) else counts
+    bits = np.frombuffer(text, np.uint8).astype(np.int64) - 48
+    ends = np.flatnonzero(bits < 32)
+    if bits.min() < 0 or bits.max() > 63 or not len(ends) or ends[-1] != len(bits) - 1:
+        return None
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    lengths = ends - starts + 1
+    if lengths.max() > 7:  # beyond 32 bits
+        return None
+    place = np.arange(len(bits)) - np.repeat(starts, lengths)
+    runs = np.add.reduceat((bits & 31) << 5 * place, starts)
+    runs -= np.where(bits[ends] & 16, 1 << 5 * lengths, 0)
+    for first in (1, 2):
+        runs[first::2] = runs[first::2].cumsum()
+    return runs.tolist()
+
+
+def area(shape: Shape, size: tuple[int, int]) -> float:
+    """Pixels of a shape in an image of that height and width."""
+    tool = codec()
+    code = (
+        tool.merge(tool.frPyObjects(shape, *size)) if isinstance(shape, list) else compressed(shape)
+    )
+    return float(tool.area(code))
 
 
 def is_empty(shape: Shape) -> bool:

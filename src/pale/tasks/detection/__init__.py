@@ -18,7 +18,7 @@ from torchvision.models.detection.image_list import ImageList
 
 from ... import weights as weight_files
 from ...data import rle
-from ...data.coco import CocoFiles
+from ...data.coco import CocoFiles, require_pictures
 from ...data.draws import number
 from ...data.instance_transforms import InstanceAugment, Objects, WholeImages, collate
 from ...data.instances import (
@@ -26,7 +26,10 @@ from ...data.instances import (
     PetSilhouettes,
     SceneInstances,
     Subset,
+    has_objects,
+    with_objects,
 )
+from ...data.labelled import cores
 from ...data.mask_transforms import distort
 from ...data.scenes import CLASSES as SHAPES
 from ...data.scenes import Scenes
@@ -128,10 +131,11 @@ class InstanceData(Settings):
         """Training pictures."""
         if self.kind == "scenes":
             return SceneInstances(Scenes(self.samples, self.size, seed, self.objects, self.shapes))
-        source = self._source(self.train, None, self.keep_empty)
-        if self.hold_out:
-            source = Subset(source, self._parts(len(source), seed)[0])
-        return self._limited(source)
+        if not self.hold_out:
+            return self._limited(self._source(self.train, None, self.keep_empty))
+        source = self._source(self.train, None, True)
+        source = Subset(source, self._parts(len(source), seed)[0])
+        return self._limited(source if self.keep_empty else with_objects(source))
 
     def val_source(self, seed: int, classes: Sequence[str] | None = None) -> InstanceSource:
         """Validation pictures, those without objects among them; `classes` must be theirs."""
@@ -139,7 +143,7 @@ class InstanceData(Settings):
             scenes = Scenes(self.val_samples, self.size, VAL_SEED, self.objects, self.shapes)
             return SceneInstances(scenes)
         if self.hold_out:
-            source = self._source(self.train, classes, self.keep_empty)
+            source = self._source(self.train, classes, True)
             return self._limited(Subset(source, self._parts(len(source), seed)[1]))
         return self._limited(self._source(self.val, classes, True))
 
@@ -234,7 +238,12 @@ class DetectionTask:
                     "for boxes alone set model.heads.masks=false"
                 )
             if data.check:
-                _require_pictures(source)
+                require_pictures(source, cores())
+        if not any(has_objects(self.val_source, i) for i in range(len(self.val_source))):
+            raise ValueError(
+                f"there is no object in the {len(self.val_source)} pictures of the validation set, so nothing can "
+                "be measured; are its annotations right?"
+            )
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
@@ -249,7 +258,7 @@ class DetectionTask:
         model, notes = self.settings.assemble(len(self.classes), size)
         model.limits(self.test.score, self.test.nms, self.test.most)
         read = [*(self.train_source.notes if self.train_source else ()), *self.val_source.notes]
-        self.notes = [*notes, *read]
+        self.notes = [*notes, *dict.fromkeys(read)]  # with hold_out both are of one file
         return model
 
     def train_data(self, device: torch.device) -> Objects:
@@ -330,15 +339,3 @@ def framed(images: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
         for axis in (2, 3)
     )
     return images * (rows[:, None, :, None] & columns[:, None, None])
-
-
-def _require_pictures(source: InstanceSource) -> None:
-    files = source.source if isinstance(source, Subset) else source
-    if not isinstance(files, CocoFiles):
-        return
-    missing = files.missing()
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ValueError(
-            f"{files.path.name} lists {missing[0]}{more}, but there is no such picture; is data.images right?"
-        )

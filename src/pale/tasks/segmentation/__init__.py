@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from ...data.labelled import cores
@@ -108,6 +108,18 @@ class MaskData(Settings):
     val_samples: int = Field(default=256, ge=1)
     workers: int = Field(default=4, ge=0)
 
+    @field_validator("classes", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            for name in value:
+                if not isinstance(name, str):
+                    raise ValueError(
+                        f"names are words, got {name!r}; quote them, with the value in front where there is one: "
+                        '--data.classes \'["0 sky", "1 road"]\', or give a file'
+                    )
+        return value
+
     def class_list(self) -> ClassList:
         """The classes."""
         if self.classes is None:
@@ -121,25 +133,30 @@ class MaskData(Settings):
             entries = [parse_entry(line) for line in self.classes]
         return ClassList(entries, self.ignore, self.reduce_zero, self.unlisted)
 
-    def train_source(self, seed: int) -> MaskSource:
-        """Training pictures."""
+    def train_source(self, seed: int, absent: list[str] | None = None) -> MaskSource:
+        """Training pictures; `absent` as in `files`."""
         if self.kind == "scenes":
             return SceneMasks(Scenes(self.samples, self.size, seed, self.objects))
-        pairs = self._pairs(self.train)
-        if self.hold_out:
-            pairs = hold_out(pairs, self.hold_out, seed)[0]
-        return MaskFiles(pairs, self.class_list(), self.mask_kind)
+        return self._part(self.files(self.train, absent), 0, seed)
 
-    def val_source(self, seed: int) -> MaskSource:
-        """Validation pictures."""
+    def val_source(self, seed: int, absent: list[str] | None = None) -> MaskSource:
+        """Validation pictures, likewise."""
         if self.kind == "scenes":
             return SceneMasks(Scenes(self.val_samples, self.size, VAL_SEED, self.objects))
-        pairs = self._pairs(self.train if self.hold_out else self.val)
-        if self.hold_out:
-            pairs = hold_out(pairs, self.hold_out, seed)[1]
-        return MaskFiles(pairs, self.class_list(), self.mask_kind)
+        split = self.train if self.hold_out else self.val
+        return self._part(self.files(split, absent), 1, seed)
 
-    def _pairs(self, split: str) -> list[tuple[Path, Path]]:
+    def files(self, split: str, absent: list[str] | None = None) -> MaskFiles:
+        """All pictures of a split; those without a mask are an error, or named in `absent` and left out."""
+        return MaskFiles(self._pairs(split, absent), self.class_list(), self.mask_kind)
+
+    def _part(self, files: MaskFiles, part: int, seed: int) -> MaskFiles:
+        if not self.hold_out:
+            return files
+        pairs = hold_out(files.pairs, self.hold_out, seed)[part]
+        return MaskFiles(pairs, files.classes, files.kind)
+
+    def _pairs(self, split: str, absent: list[str] | None) -> list[tuple[Path, Path]]:
         if self.images is None or self.masks is None:
             raise ValueError(
                 "data.images and data.masks are not set; give the folders of pictures and of masks: "
@@ -151,7 +168,13 @@ class MaskData(Settings):
                 "--data.root DIR"
             )
         names = self._under(self.lists.replace("{split}", split)) if self.lists else None
-        return find_pairs(self._folder(self.images, split), self._folder(self.masks, split), names)
+        folders = self._folder(self.images, split), self._folder(self.masks, split)
+        if not folders[0].is_dir() and (whole := self._under(self.images)).is_dir():
+            raise ValueError(
+                f"there is no folder {folders[0]} in {whole}; name the splits (data.train, data.val), or have none and "
+                "validate on a share: --data.hold_out 0.2 (pale data check: --splits, --hold-out)"
+            )
+        return find_pairs(*folders, names, absent)
 
     def _folder(self, pattern: str, split: str) -> Path:
         path = self._under(pattern.replace("{split}", split))
@@ -201,16 +224,14 @@ class SegmentationTask:
                 f"loss.class_weights needs one for each of {len(self.classes)} classes, got {len(weights)}"
             )
         if classes is not None:
-            if len(classes) != len(self.classes):
-                raise ValueError(
-                    f"the weights know {len(classes)} classes, the data has {len(self.classes)}; "
-                    "is it the right data set?"
-                )
+            _require_same(classes, self.classes)
             return
         self.train_source = data.train_source(seed)
         if data.check and isinstance(self.val_source, MaskFiles):
-            require_good(survey(self.val_source, cores()))
-            self.pixels  # noqa: B018  looks at the training set
+            seen = survey(self.val_source, cores())
+            require_good(seen)
+            _require_labels(np.stack([entry.pixels for entry in seen]).sum(0)[:-1], "validation")
+            _require_labels(self.pixels, "training")
 
     @cached_property
     def pixels(self) -> NDArray[np.int64]:
@@ -301,6 +322,26 @@ class SegmentationTask:
         index = entry["index"]
         picture, labels = self.val_source.image(index), self.val_source.mask(index)
         return side_by_side(picture, labels, unpack(entry["prediction"]), self.class_list)
+
+
+def _require_same(known: Sequence[str], found: Sequence[str]) -> None:
+    if len(known) != len(found):
+        raise ValueError(
+            f"the weights know {len(known)} classes, the data has {len(found)}; is it the right data set?"
+        )
+    for i, (theirs, ours) in enumerate(zip(known, found, strict=True)):
+        if theirs != ours:
+            raise ValueError(
+                f"class {i} is {theirs!r} for the weights, {ours!r} in the data's list; both must list the same names "
+                "in the same order: is it the right class list?"
+            )
+
+
+def _require_labels(pixels: NDArray[np.int64], what: str) -> None:
+    if not pixels.sum():
+        raise ValueError(
+            f"there is no labelled pixel in the {what} set; are data.ignore and the class list right?"
+        )
 
 
 def side_by_side(

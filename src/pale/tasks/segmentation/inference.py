@@ -4,9 +4,11 @@ For each scale, and again for the image flipped, the logits of the scaled image 
 of the image (bilinear) and turned into probabilities; their mean decides. Overlapping windows are
 averaged as logits. All as in mmsegmentation.
 
-Nothing of the size of image x classes is ever held. A `Map` gives a block of logits when it is asked for
-one; blocks are asked for from top to bottom, one band of columns after the other, and a sliding map
-keeps only the rows of windows that the next block needs.
+By windows, nothing of the size of image x classes is ever held, nor a scaled or flipped copy of the image: each
+window is scaled from the image itself. A `Map` gives a block of logits when it is asked for one. Of a single
+look, blocks are asked for from top to bottom, one band of columns after the other, and the map keeps the rows
+of windows that the next block needs. Of several looks, each gives a block in turn and keeps nothing: windows at
+the edge of a block run again for the next one, which costs time, but ten looks need no more memory than one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from ...data.mask_transforms import fit
 from ...data.transforms import normalise
 from ...settings import Settings
+from .scaling import scaled_part
 
 
 class Inference(Settings):
@@ -65,9 +68,9 @@ class Inference(Settings):
         how = "whole image"
         if self.mode == "slide":
             how = f"windows of {self.window} every {self.stride}"
-        size = "own size"
-        if self.short or self.long:
-            size = f"short side {self.short or 'any'}, long side at most {self.long or 'any'}"
+        bounds = [f"short side {self.short}"] if self.short else []
+        bounds += [f"long side at most {self.long}"] if self.long else []
+        size = ", ".join(bounds) or "own size"
         scales = ", ".join(f"{s:g}" for s in self.scales)
         return f"{how}, {size}, scale {scales}, {'with' if self.flip else 'no'} flip"
 
@@ -122,11 +125,12 @@ class Resized:
         y0, y1, x0, x1 = (
             i.to(part.device) for i in (y0 - first, y1 - first, x0 - start, x1 - start)
         )
-        rows = torch.lerp(part.index_select(1, y0), part.index_select(1, y1), y.to(part)[:, None])
+        rows = part.index_select(1, y0).lerp_(part.index_select(1, y1), y.to(part)[:, None])
+        del part  # where it is not held elsewhere, it is the largest
         if whole:  # the usual case, and much faster on a CPU
             size = (bottom - top, right)
             return F.interpolate(rows[None], size, mode="bilinear", align_corners=False)[0]
-        return torch.lerp(rows.index_select(2, x0), rows.index_select(2, x1), x.to(part))
+        return rows.index_select(2, x0).lerp_(rows.index_select(2, x1), x.to(rows))
 
 
 def _neighbours(start: int, end: int, of: int, to: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,16 +166,30 @@ def starts(size: int, window: int, stride: int) -> list[int]:
 
 
 class Sliding:
-    """Mean logits of overlapping windows, row of windows after row of windows.
+    """Mean logits of overlapping windows over the scaled image, row of windows after row of windows.
 
-    Blocks must be asked for from top to bottom; another band of columns begins again at the top.
+    Args:
+        model: gives the logits of a window.
+        image: not yet scaled.
+        size: height and width to scale it to.
+        flip: look at it left for right.
+        how: windows.
+        keep: rows of windows that a block does not need, for the next block below; another band of columns
+            begins again at the top.
     """
 
     def __init__(
-        self, model: nn.Module, image: Tensor, how: Inference, device: torch.device
+        self,
+        model: nn.Module,
+        image: Tensor,
+        size: tuple[int, int],
+        flip: bool,
+        how: Inference,
+        keep: bool,
     ) -> None:
-        self.model, self.image, self.how, self.device = model, image, how, device
-        self.size = image.shape[1], image.shape[2]
+        self.model, self.image, self.size, self.flip = model, image, size, flip
+        self.how, self.keep = how, keep
+        self.device = next(model.parameters()).device
         self.h, self.w = (min(how.window, n) for n in self.size)
         self.tops = starts(self.size[0], how.window, how.stride)
         self.lefts = starts(self.size[1], how.window, how.stride)
@@ -186,35 +204,42 @@ class Sliding:
 
     def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
         """Run the windows that the block still needs, and forget the rows above it."""
-        if (left, right) != self.band or top < self.top:
+        if not self.keep or (left, right) != self.band or top < self.top:
             self._begin((left, right))
         if self.sums is not None and top > self.top:
             self.sums = self.sums[:, top - self.top :].clone()
         self.top = top
         while self.next < len(self.tops) and self.tops[self.next] < bottom:
             if self.tops[self.next] + self.h > top:
-                self._row(self.tops[self.next])
+                self._row(self.tops[self.next], bottom)
             self.next += 1
         assert self.sums is not None
         sums = self.sums[:, : bottom - top]
-        return sums[:-1] / sums[-1:]
+        if self.keep:
+            return sums[:-1] / sums[-1:]
+        self.sums = None
+        return sums[:-1].div_(sums[-1:])
 
-    def _row(self, top: int) -> None:
+    def _row(self, top: int, bottom: int) -> None:
         left, right = self.band
+        end = top + self.h if self.keep else min(top + self.h, bottom)
         for lefts, logits in self._windows(top):
             for x, coarse in zip(lefts, logits, strict=True):
-                # One after the other: at full size windows are large.
-                size = (self.h, self.w)
-                window = F.interpolate(coarse[None], size, mode="bilinear", align_corners=False)[0]
-                self._grow(len(window), top + self.h - self.top)
+                self._grow(len(coarse), (end if self.keep else bottom) - self.top)
                 assert self.sums is not None
                 a, b = max(x, left), min(x + self.w, right)
                 skip = max(0, self.top - top)  # rows that are done with
-                part = self.sums[
-                    :, top + skip - self.top : top + self.h - self.top, a - left : b - left
-                ]
-                part[:-1] += window[:, skip:, a - x : b - x]
+                part = self.sums[:, top + skip - self.top : end - self.top, a - left : b - left]
+                part[:-1] += self._enlarged(coarse, skip, end - top, a - x, b - x)
                 part[-1] += 1
+
+    def _enlarged(self, coarse: Tensor, top: int, bottom: int, left: int, right: int) -> Tensor:
+        """A part of a window at full size; a small part of it alone, as a window of many classes is large."""
+        if 2 * (bottom - top) * (right - left) < self.h * self.w:
+            return Resized(Held(coarse), (self.h, self.w)).block(top, bottom, left, right)
+        size = (self.h, self.w)
+        window = F.interpolate(coarse[None], size, mode="bilinear", align_corners=False)[0]
+        return window[:, top:bottom, left:right]
 
     def _grow(self, classes: int, rows: int) -> None:
         held = 0 if self.sums is None else self.sums.shape[1]
@@ -230,8 +255,15 @@ class Sliding:
         lefts = [x for x in self.lefts if x < right and x + self.w > left]
         for i in range(0, len(lefts), self.how.windows):
             some = lefts[i : i + self.how.windows]
-            pixels = [self.image[:, top : top + self.h, x : x + self.w] for x in some]
-            yield some, self.model(normalise(torch.stack(pixels).to(self.device))).float()
+            pixels = torch.stack([self._pixels(top, x) for x in some])
+            yield some, self.model(normalise(pixels)).float()
+
+    def _pixels(self, top: int, left: int) -> Tensor:
+        if self.flip:
+            left = self.size[1] - left - self.w
+        rows, columns = (top, top + self.h), (left, left + self.w)
+        window = scaled_part(self.image, self.size, rows, columns, self.device)
+        return window.flip(-1) if self.flip else window
 
 
 class Segmenter:
@@ -304,29 +336,47 @@ class Segmenter:
         return total
 
     def blocks(self, h: int, w: int, maps: int) -> tuple[int, int]:
-        """Rows and columns of a block, so that what is held stays below the bound."""
+        """Rows and columns of a block, so that what is held stays below the bound.
+
+        By windows they are no smaller than half a window, or each would run too often, whatever the bound.
+        """
         numbers = self.how.memory_mb * 2**20 // 4 // (self.classes + 1)
-        if self.how.mode == "slide":
-            # Each map holds up to two windows' height of the band, and the block is made of a few copies.
-            columns = max(self.how.window // 2, numbers // (2 * self.how.window * (maps + 2)))
-            return self.how.window // 2, min(w, columns)
-        return max(1, min(h, numbers // (4 * w))), w
+        if self.how.mode != "slide":
+            return max(1, min(h, numbers // (4 * w))), w
+        least = self.how.window // 2
+        ratio = max(1.0, *(self._scaled(h, w, scale)[0] / h for scale in self.how.scales))
+        if maps == 1:
+            # The map holds up to two windows' height of the band, twice while it grows; the block has a few copies.
+            columns = max(least, numbers // (6 * self.how.window)) / ratio
+            return max(1, int(least / ratio)), min(w, max(1, int(columns)))
+        # A window, the sum of the looks, and of one look its block as scaled and resized by half in two copies.
+        area = max(0, numbers - self.how.window**2) / (1 + ratio**2 + 2 * ratio)
+        columns = min(w, max(least, int(area / min(h, max(least, area**0.5)))))
+        return min(h, max(least, int(area / columns))), columns
+
+    def _scaled(self, h: int, w: int, scale: float) -> tuple[int, int]:
+        return fit(h, w, self.how.short, self.how.long, scale)
 
     def maps(self, image: Tensor) -> Iterator[Map]:
         """One for each look, at the size of its scaled image."""
         h, w = image.shape[1:]
         for scale in self.how.scales:
-            scaled = resize_image(image, fit(h, w, self.how.short, self.how.long, scale))
-            yield self.look(scaled)
-            if self.how.flip:
-                yield Flipped(self.look(scaled.flip(-1)))
+            size = self._scaled(h, w, scale)
+            for flip in (False, True) if self.how.flip else (False,):
+                look = self.slide if self.how.mode == "slide" else self.whole
+                yield Flipped(look(image, size, True)) if flip else look(image, size, False)
 
-    def look(self, image: Tensor) -> Map:
-        """The logits of one image."""
-        if self.how.mode == "slide":
-            return Sliding(self.model, image, self.how, self.device)
-        logits = self.model(normalise(image[None].to(self.device))).float()[0]
-        return Resized(Held(logits), (image.shape[1], image.shape[2]))
+    def slide(self, image: Tensor, size: tuple[int, int], flip: bool) -> Map:
+        """The logits of the scaled image, by windows when they are asked for."""
+        only = len(self.how.scales) == 1 and not self.how.flip
+        return Sliding(self.model, image, size, flip, self.how, keep=only)
+
+    def whole(self, image: Tensor, size: tuple[int, int], flip: bool) -> Map:
+        """The logits of the scaled image in one piece."""
+        scaled = resize_image(image, size)
+        scaled = scaled.flip(-1) if flip else scaled
+        logits = self.model(normalise(scaled[None].to(self.device))).float()[0]
+        return Resized(Held(logits), size)
 
 
 def resize_image(image: Tensor, size: tuple[int, int]) -> Tensor:
