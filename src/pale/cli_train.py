@@ -441,16 +441,16 @@ def _check(args: argparse.Namespace) -> int:
     if cli_segment.wants_masks(args):
         return cli_segment.check(args)
     found = check(args.root, tuple(args.splits), args.workers, shown(args.json))
-    if args.sheet:
-        sheet(args.root, next(iter(found.counts)), args.sheet)
     if args.json:
         say_json(found.plain())
-        return 0 if found.good else 1
-    for split, labels in found.counts.items():
-        say(f"{split}: {sum(labels.values())} pictures in {len(labels)} classes")
-    say_problems(found)
+    else:
+        for split, labels in found.counts.items():
+            say(f"{split}: {sum(labels.values())} pictures in {len(labels)} classes")
+        say_problems(found)
     if args.sheet:
-        say(f"{args.sheet} written")
+        sheet(args.root, next(iter(found.counts)), args.sheet)
+        if not args.json:
+            say(f"{args.sheet} written")
     return 0 if found.good else 1
 
 

@@ -48,6 +48,10 @@ def empty(root):
     (root / "val/fox").mkdir()
 
 
+def looped(root):
+    (root / "train/cat/loop.png").symlink_to("loop.png")
+
+
 def misspelt(root):
     (root / "val/cat").rename(root / "val/cats")
 
@@ -94,6 +98,7 @@ def uneven(root):
     ("harm", "kind", "item", "serious"),
     [
         (truncate, "unreadable", "train/cat/0.png: cannot be read", True),
+        (looped, "unreadable", "train/cat/loop.png: cannot be read (Too many levels", True),
         (empty, "empty class", "train/fox", True),
         (misspelt, "class not in training", "val/cats", True),
         (misspelt, "class not in validation", "val/cat", True),
@@ -137,6 +142,18 @@ def test_a_sheet_passes_over_what_cannot_be_read(good):
     truncate(good)
     sheet(good, "train", good / "a.png")
     assert (good / "a.png").is_file()
+
+
+def test_findings_are_told_though_the_sheet_cannot_be_drawn(good, capsys):
+    leak(good)
+    (good / "train/cat/folder.png").mkdir()
+    words = ["data", "check", str(good), "--workers", "1", "--sheet"]
+    assert main([*words, str(good / "a.png")]) == 1
+    assert "a.png written" in capsys.readouterr().out
+    assert main([*words, str(good / "a.unknown")]) == 1
+    said = capsys.readouterr()
+    assert "the same picture in train and val (1)" in said.out
+    assert "unknown file extension" in said.err
 
 
 @pytest.mark.parametrize(

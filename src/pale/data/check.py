@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from ..progress import Track, silent
-from .images import SUFFIXES, UnreadableImageError, read_image
+from .images import SUFFIXES, UnreadableImageError, is_picture, read_image
 
 SMALL = 32  # a shorter side is hardly a picture
 LONG = 4.0  # ratio of the sides from which a centre crop loses most
@@ -260,9 +260,7 @@ def sheet(root: Path, split: str, path: Path, columns: int = 8, rows: int = 12) 
     draw = ImageDraw.Draw(canvas)
     for row, label in enumerate(classes):
         draw.text((2, row * (TILE + 14)), label, fill="black")
-        files = [
-            f for f in sorted((root / split / label).rglob("*")) if f.suffix.lower() in SUFFIXES
-        ]
+        files = [f for f in sorted((root / split / label).rglob("*")) if is_picture(f)]
         # Spread over the class: neighbours are often alike.
         for column, i in enumerate(
             np.linspace(0, len(files) - 1, min(columns, len(files))).astype(int)

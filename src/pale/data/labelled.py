@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -162,6 +164,29 @@ def _end_workers() -> None:
         iterator._shutdown_workers()
 
 
+class Ahead(Iterator[Any]):
+    """Batches, some of which may be fetched before they are asked for; then an error of them is known before."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches, self.ready = batches, deque[Any]()
+        self.waited = 0.0  # seconds, in `fetch`
+
+    def __next__(self) -> Any:
+        return self.ready.popleft() if self.ready else next(self.batches)
+
+    def fetch(self, count: int) -> ValueError | None:
+        """Have `count` batches ready, or give the error that is in the way."""
+        began = time.perf_counter()
+        try:
+            while len(self.ready) < count:
+                self.ready.append(next(self.batches))
+        except ValueError as error:
+            return error
+        finally:
+            self.waited += time.perf_counter() - began
+        return None
+
+
 def batches(loader: DataLoader[Any]) -> Iterator[Any]:
     """The loader's batches; an error of a worker is its own last line, not a trace."""
     try:
@@ -169,7 +194,7 @@ def batches(loader: DataLoader[Any]) -> Iterator[Any]:
         if loader.num_workers:
             _open.add(iterator)
         yield from iterator
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         last = str(error).strip().splitlines()[-1]
         raise ValueError(last.rpartition("UnreadableImageError: ")[2]) from None
     except RuntimeError as error:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..progress import Track, silent
-from .images import SUFFIXES, Files, decode
+from .images import SUFFIXES, Files, UnreadableImageError, decode
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,16 @@ class Shards:
     def content(self, index: int) -> bytes:
         """Its file, as it is."""
         shard = int(self.index.shard[index])
-        if shard not in self._files:
-            self._files[shard] = os.open(self.folder / self.index.tars[shard], os.O_RDONLY)
-        # A read at a place, not a seek: processes that share the file do not disturb each other.
         size, offset = int(self.index.size[index]), int(self.index.offset[index])
-        return os.pread(self._files[shard], size, offset)
+        try:
+            if shard not in self._files:
+                self._files[shard] = os.open(self.folder / self.index.tars[shard], os.O_RDONLY)
+            # A read at a place, not a seek: processes that share the file do not disturb each other.
+            return os.pread(self._files[shard], size, offset)
+        except OSError as error:
+            raise UnreadableImageError(
+                f"{self.name(index)}: cannot be read ({error.strerror or error}); copy the shards again"
+            ) from None
 
     def name(self, index: int) -> str:
         """Shard and key."""

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import weights as weight_files
 from ..data.draws import number
-from ..data.labelled import batches, make_loader
+from ..data.labelled import Ahead, batches, make_loader
 from ..data.stream import Stream, StreamSampler
 from ..recipes.schema import Recipe, text
 from . import checkpoint, report, sharded
-from .distributed import World
+from .distributed import AgreedError, World
 from .drop_path import DropPaths
 from .environment import environment
 from .evaluate import Evaluation, autocast, to_device
@@ -350,7 +350,7 @@ class Trainer:
                 for note in getattr(self.task, "notes", ()):
                     self.log("note", step=self.step, text=note)
                     display.say(note)
-                stopped = self._loop(batches(loader), stopper, display)
+                stopped = self._loop(Ahead(batches(loader)), stopper, display)
                 if stopped:
                     self.save()
                     self.log("stop", step=self.step, signal=stopped)
@@ -365,11 +365,13 @@ class Trainer:
                     display.say(f"report: {report.write(self.run)}")
                 return Outcome(self.step, steps, self.figures)
         except ValueError as error:  # of the data, so between two steps
-            if self.sharded or not world.main:  # the others, inside a step, cannot join in saving
-                raise ValueError(f"{error}; go on with: pale train --resume {self.run}") from None
-            self.save()
+            saved = "from the last checkpoint"
+            # The others may be inside a step, and then cannot join in writing shards.
+            if isinstance(error, AgreedError) or (world.main and not self.sharded):
+                self.save()
+                saved = f"step {self.step} is saved"
             raise ValueError(
-                f"{error}; step {self.step} is saved, go on with: pale train --resume {self.run}"
+                f"{error}; {saved}, go on with: pale train --resume {self.run}"
             ) from None
         finally:
             if self.events:
@@ -390,7 +392,19 @@ class Trainer:
             f"{self.dtype or torch.float32} on {self.world.device.type}{how}".replace("torch.", "")
         )
 
-    def _loop(self, iterator: Iterator[Any], stopper: Stopper, display: Display) -> int | None:
+    def _agree(self, iterator: Ahead, *flags: bool) -> list[bool]:
+        """For each flag, whether it is set on any process, in the one exchange of a step.
+
+        Several processes have the next step's batches by then: where one cannot read its own, all stop here.
+        """
+        several = self.world.size > 1 and self.step < self.stream.steps
+        error = iterator.fetch(self.recipe.accumulate) if several else None
+        failed, *any_ = self.world.any(error is not None, *flags)
+        if failed:
+            self.world.agree(error)
+        return any_
+
+    def _loop(self, iterator: Ahead, stopper: Stopper, display: Display) -> int | None:
         """Steps until the end (None) or a signal (its number)."""
         recipe, steps = self.recipe, self.stream.steps
         saved = logged = time.monotonic()
@@ -398,9 +412,11 @@ class Trainer:
         if self.step == steps and self.evaluated < steps:  # stopped between the two
             self.evaluate(display)
             self.save()
+        self._agree(iterator)
         while self.step < steps:
             done = self.make_step(iterator)
-            waited += done["waited"]
+            waited += done["waited"] + iterator.waited
+            iterator.waited = 0.0
             if self.step % recipe.log_every == 0 or self.step in (1, steps):
                 self.settle()
                 now = time.monotonic()
@@ -414,9 +430,10 @@ class Trainer:
             ):
                 self.evaluate(display)
                 logged = time.monotonic()
-            asked = self.world.any(stopper.asked is not None)[0]
             due = recipe.saving.every_steps and self.step % recipe.saving.every_steps == 0
             late = time.monotonic() - saved >= 60 * recipe.saving.every_minutes
+            # Clocks differ, and all must write their shards at the same step.
+            asked, late = self._agree(iterator, stopper.asked is not None, late)
             if self.step == steps or (not asked and (due or late)):
                 self.save()
                 saved = time.monotonic()
