@@ -155,6 +155,7 @@ def leave_signals_to_the_main_process(worker: int) -> None:
 
 
 _open: WeakSet[Any] = WeakSet()
+_workers: WeakSet[Any] = WeakSet()
 
 
 @atexit.register
@@ -162,6 +163,9 @@ def _end_workers() -> None:
     # Python ends with a SIGTERM to its child processes and waits for them; those that pass over it must be told.
     for iterator in list(_open):
         iterator._shutdown_workers()
+    for worker in list(_workers):  # a worker that read for what failed may not have been told
+        if worker.is_alive():
+            worker.kill()
 
 
 class Ahead(Iterator[Any]):
@@ -193,6 +197,7 @@ def batches(loader: DataLoader[Any]) -> Iterator[Any]:
         iterator = iter(loader)
         if loader.num_workers:
             _open.add(iterator)
+            _workers.update(iterator._workers)
         yield from iterator
     except (ValueError, OSError) as error:
         last = str(error).strip().splitlines()[-1]
