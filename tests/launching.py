@@ -2,11 +2,13 @@
 
 import importlib
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,17 @@ def compiling(capability: int, compiled: list[str]) -> Callable[..., None]:
         compiled.append(name)
 
     return build
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file of this process may grow beyond `room` bytes; the system refuses it as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def heed_ctrl_c() -> None:

@@ -132,7 +132,9 @@ def add_commands(commands: Any, benches: Any, add: Callable[[Any, str, Run, str]
         help="the store; a begun one goes on",
     )
     make.add_argument("--size", type=int, help="side the pictures get (default: the teacher's)")
-    make.add_argument("--k", type=int, default=5, help="classes at each place")
+    make.add_argument(
+        "--k", type=int, help="classes at each place (default: 5, or all where there are fewer)"
+    )
     make.add_argument("--shard", type=int, default=4096, help="pictures a file")
     make.add_argument("--batch-size", type=int, default=64, help="pictures at a time")
     make.add_argument(
@@ -400,9 +402,9 @@ def _token_labels(args: argparse.Namespace) -> None:
     if len(part) != 2 or not all(word.isdigit() for word in part):
         raise ValueError(f"--part must be I/N, such as 0/4, got {args.part!r}")
     for name in ("k", "shard", "batch_size"):
-        if getattr(args, name) < 1:
+        if (given := getattr(args, name)) is not None and given < 1:
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be at least 1, got {getattr(args, name)}")
+            raise ValueError(f"--{option} must be at least 1, got {given}")
     data = Classification().override(args.overrides).data
     source = data.train_source(args.seed)
     found = teacher.find(args.model, source.classes, args.weights, args.size)
@@ -410,7 +412,7 @@ def _token_labels(args: argparse.Namespace) -> None:
         found,
         source,
         args.output,
-        k=args.k,
+        k=args.k or min(5, len(source.classes)),
         shard=args.shard,
         batch=args.batch_size,
         workers=data.workers,
@@ -430,7 +432,10 @@ def _token_labels(args: argparse.Namespace) -> None:
         f"{args.output}: {made.pictures} pictures, {h}x{w} places, {made.k} classes at each; the picture's own "
         f"class is the first in {made.agreement:.1f} %"
     )
-    say(f"train with: pale train imagenet.pale_t_star --token_labels.store {args.output} ...")
+    say(
+        f"train with: pale train RECIPE --token_labels.store {args.output} and the same --data options; RECIPE is "
+        "imagenet.pale_t_star for ImageNet, small_data.pale_t_star for a small set"
+    )
 
 
 def _check(args: argparse.Namespace) -> int:
