@@ -153,7 +153,11 @@ def add_commands(commands: Any, benches: Any, add: Callable[[Any, str, Run, str]
         "root", type=Path, metavar="DIR", help="holds train/<class>/<picture> and val/..."
     )
     check.add_argument(
-        "--splits", nargs="+", default=["train", "val"], metavar="NAME", help="folders to look into"
+        "--splits",
+        nargs="+",
+        default=["train", "val"],
+        metavar="NAME",
+        help="folders, shards or list files to look into",
     )
     check.add_argument(
         "--sheet", type=Path, metavar="FILE", help="also draw some pictures of each class: out.png"
@@ -453,9 +457,10 @@ def _check(args: argparse.Namespace) -> int:
             say(f"{split}: {sum(labels.values())} pictures in {len(labels)} classes")
         say_problems(found)
     if args.sheet:
-        sheet(args.root, next(iter(found.counts)), args.sheet)
+        split = next(iter(found.counts))
+        drawn = sheet(args.root, split, args.sheet)
         if not args.json:
-            say(f"{args.sheet} written")
+            say(f"{args.sheet} written: {drawn} of {split}")
     return 0 if found.good else 1
 
 

@@ -123,7 +123,9 @@ def _reason(error: Exception) -> str:
 
 def _foreign(path: Path) -> Weights:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about how to read more of it
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(
             f"{path} cannot be read as tensors alone ({_reason(error)}); nothing else is ever unpickled: "

@@ -194,7 +194,7 @@ class Ahead(Iterator[Any]):
 def batches(loader: DataLoader[Any]) -> Iterator[Any]:
     """The loader's batches; an error of a worker is its own last line, not a trace."""
     try:
-        iterator = iter(loader)
+        iterator: Any = iter(loader)
         if loader.num_workers:
             _open.add(iterator)
             _workers.update(iterator._workers)
