@@ -281,6 +281,45 @@ def test_an_unreadable_picture_stops_the_run_but_loses_nothing(tmp_path, harm):
     assert train(recipe, run, ALONE, resume=True, quiet=True).step == 12
 
 
+FAIL_THEN_TRAIN = """
+import sys
+from pathlib import Path
+import torch
+from pale.recipes.schema import read
+from pale.train.distributed import World
+from pale.train.loop import train
+
+folder = Path(sys.argv[1])
+recipe, world = read(folder / "recipe.yaml"), World(torch.device("cpu"))
+bad = folder / "data/train/a/2.png"
+content = bad.read_bytes()
+bad.write_bytes(content[:40])
+try:
+    train(recipe, folder / "run", world, quiet=True)
+except ValueError as error:
+    print(error)
+bad.write_bytes(content)
+print(train(recipe, folder / "run", world, resume=True, quiet=True).step)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_went_on_after_an_unreadable_picture_ends(tmp_path):
+    # A worker of the first run may still be there, and passes over the SIGTERM by which Python ends it.
+    picture_folders(tmp_path / "data")
+    changes = {"data__root": str(tmp_path / "data"), "data__workers": 1}
+    recipe = tiny(data__kind="folder", batch=2, **changes)
+    (tmp_path / "recipe.yaml").write_text(text(recipe))
+    command = [sys.executable, "-c", FAIL_THEN_TRAIN, str(tmp_path)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    assert "a/2.png: cannot be read as an image" in done.stdout
+    assert done.stdout.endswith("\n12\n")
+
+
 @pytest.mark.parametrize("change", [{"batch": 4}, {"seed": 3}], ids=["batch", "seed"])
 def test_what_says_which_samples_a_step_sees_cannot_change_when_a_run_goes_on(tmp_path, change):
     train(tiny(epochs=1), tmp_path, ALONE, quiet=True)
