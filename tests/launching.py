@@ -2,11 +2,13 @@
 
 import importlib
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,12 +32,28 @@ KINDS = {
 def torchrun(
     *arguments: object, script: tuple[str, ...] = ("-m", "pale"), restarts: int = 0
 ) -> str:
-    """What the command says; what the processes leave in the folder for temporary files goes with them."""
+    """What the command says."""
+    done = _torchrun(arguments, script, restarts)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def torchrun_failing(*arguments: object) -> str:
+    """What a command that fails says of it."""
+    done = _torchrun(arguments, ("-m", "pale"), 0)
+    assert done.returncode != 0, done.stdout[-4000:]
+    return done.stderr
+
+
+def _torchrun(
+    arguments: tuple[object, ...], script: tuple[str, ...], restarts: int
+) -> subprocess.CompletedProcess[str]:
+    """What the processes leave in the folder for temporary files goes with them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [f"--max-restarts={restarts}"] * bool(restarts)
     with tempfile.TemporaryDirectory(prefix="launch") as folder:
         own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": folder}
-        done = subprocess.run(
+        return subprocess.run(
             [*command, *script, *map(str, arguments)],
             capture_output=True,
             text=True,
@@ -43,8 +61,6 @@ def torchrun(
             env=os.environ | own,
             timeout=180,
         )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
 
 
 def kernels(test: Callable[..., None]) -> Callable[..., None]:
@@ -88,6 +104,17 @@ def compiling(capability: int, compiled: list[str]) -> Callable[..., None]:
         compiled.append(name)
 
     return build
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file of this process may grow beyond `room` bytes; the system refuses it as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def heed_ctrl_c() -> None:

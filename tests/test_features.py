@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from launching import full_disk
 from PIL import Image
 
 import pale
@@ -82,6 +83,15 @@ def test_from_weights_to_a_score_on_the_command_line(tree, tmp_path, capsys):
     assert Features.load(out).classes == ["cat", "dog"]
     assert main(["probe", str(out), str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["val"] == 100
+
+
+def test_a_full_disk_is_said_and_leaves_what_was_there(tmp_path):
+    path = tmp_path / "a.safetensors"
+    blobs(20, 1).save(path)
+    with full_disk(10_000), pytest.raises(OSError, match=r"a\.safetensors could not be written"):
+        blobs(2000, 1).save(path)
+    assert len(Features.load(path).labels) == 20
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 def test_wrong_files_are_named(tmp_path, tree, capsys):

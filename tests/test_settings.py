@@ -28,6 +28,8 @@ def test_overrides_reach_inner_parts_and_leave_the_base_alone():
     [
         ({"optim.lrr": 1}, "there is no setting 'optim.lrr'; did you mean 'optim.lr'?"),
         ({"optimm.lr": 1}, "there is no setting 'optimm.lr'; did you mean 'optim.lr'?"),
+        ({"optim.learning_rate": 3}, "did you mean 'optim.lr'?"),
+        ({"learning_rate": 3}, "did you mean 'optim.lr'?"),
         ({"lr": 1}, "there is no setting 'lr'; did you mean 'optim.lr'?"),
         ({"zzzz": 1}, "there is no setting 'zzzz'; there are epochs, optim, extra"),
         ({"optim.lr": -1}, "optim.lr must be greater than 0, got -1"),
@@ -35,7 +37,18 @@ def test_overrides_reach_inner_parts_and_leave_the_base_alone():
         ({"epochs.more": 1}, "epochs is 3 and has no part 'more'; set epochs itself"),
         ({"optim.lr": float("nan")}, "optim.lr must be a finite number"),
     ],
-    ids=["inner", "outer", "bare", "far", "range", "type", "depth", "nan"],
+    ids=[
+        "inner",
+        "outer",
+        "usual",
+        "usual and bare",
+        "bare",
+        "far",
+        "range",
+        "type",
+        "depth",
+        "nan",
+    ],
 )
 def test_wrong_settings_name_the_field_and_the_nearest_one(changes, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011

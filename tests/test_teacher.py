@@ -111,6 +111,15 @@ def test_a_store_holds_what_the_teacher_sees_in_the_whole_picture(root, tmp_path
         assert torch.equal(classes.long(), top.indices[0])
 
 
+def test_a_set_of_few_classes_keeps_all_of_them(root, tmp_path, capsys):
+    given = words(root, tmp_path / "store")
+    del given[(at := given.index("--k")) : at + 2]
+    assert main(given) == 0
+    said = capsys.readouterr().out
+    assert "3 classes at each" in said
+    assert f"pale train RECIPE --token_labels.store {tmp_path / 'store'}" in said
+
+
 @pytest.mark.slow
 def test_killed_at_any_time_it_goes_on_to_the_same_bytes(root, tmp_path, capsys):
     assert main(words(root, tmp_path / "whole")) == 0

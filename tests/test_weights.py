@@ -1,4 +1,6 @@
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -45,9 +47,20 @@ class Evil:
 def test_nothing_but_tensors_is_ever_unpickled(tmp_path, writer):
     path = tmp_path / "evil.pth"
     writer({"w": Evil()}, path)
-    with pytest.raises(ValueError, match="nothing else is ever unpickled"):
+    with pytest.raises(ValueError, match="nothing else is ever unpickled") as error:
         weights.load(path)
     assert not Evil.ran
+    assert "weights_only" not in str(error.value)  # PyTorch's advice is how to run it
+    reason = "it asks for " if writer is torch.save else "it is damaged, or holds more"
+    assert reason in str(error.value)
+
+
+def test_the_command_line_warns_of_a_pickle_in_one_line(tmp_path, model):
+    path = tmp_path / "a.pth"
+    torch.save(model.state_dict(), path)
+    command = [sys.executable, "-m", "pale", "eval", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.startswith("pale: a.pth is a pickle, read as tensors alone\npale: ")
 
 
 def test_other_classes_need_a_new_head(tmp_path, model):

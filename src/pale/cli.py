@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import traceback
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ pale COMMAND --help tells about one command."""
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `pale` command; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
+    plain, warnings.formatwarning = warnings.formatwarning, _warning
     try:
         args = parse(words)
         # Registers our models with timm; importing PyTorch takes seconds, so it waits until here.
@@ -68,6 +70,21 @@ def main(argv: list[str] | None = None) -> int:
         way_out = NO_MEMORY if type(error).__name__ == "OutOfMemoryError" else ""
         sys.stderr.write(f"pale: {error}{way_out}\n")
         return 1
+    finally:
+        warnings.formatwarning = plain
+
+
+def _warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """Our own in a line, without the place in the source; those of libraries as ever."""
+    if category.__module__.partition(".")[0] == __package__:
+        return f"pale: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def _ours(error: BaseException) -> bool:

@@ -132,7 +132,9 @@ def add_commands(commands: Any, benches: Any, add: Callable[[Any, str, Run, str]
         help="the store; a begun one goes on",
     )
     make.add_argument("--size", type=int, help="side the pictures get (default: the teacher's)")
-    make.add_argument("--k", type=int, default=5, help="classes at each place")
+    make.add_argument(
+        "--k", type=int, help="classes at each place (default: 5, or all where there are fewer)"
+    )
     make.add_argument("--shard", type=int, default=4096, help="pictures a file")
     make.add_argument("--batch-size", type=int, default=64, help="pictures at a time")
     make.add_argument(
@@ -148,10 +150,17 @@ def add_commands(commands: Any, benches: Any, add: Callable[[Any, str, Run, str]
     kinds = add_group(commands, "data", "check and convert data sets before training")
     check = add(kinds, "check", _check, "find what is wrong with pictures, masks or boxes")
     check.add_argument(
-        "root", type=Path, metavar="DIR", help="holds train/<class>/<picture> and val/..."
+        "root",
+        type=Path,
+        metavar="DIR",
+        help="holds train/<class>/<picture> and val/..., or what --masks or --annotations speak of",
     )
     check.add_argument(
-        "--splits", nargs="+", default=["train", "val"], metavar="NAME", help="folders to look into"
+        "--splits",
+        nargs="+",
+        default=["train", "val"],
+        metavar="NAME",
+        help="folders, shards or list files to look into",
     )
     check.add_argument(
         "--sheet", type=Path, metavar="FILE", help="also draw some pictures of each class: out.png"
@@ -400,9 +409,9 @@ def _token_labels(args: argparse.Namespace) -> None:
     if len(part) != 2 or not all(word.isdigit() for word in part):
         raise ValueError(f"--part must be I/N, such as 0/4, got {args.part!r}")
     for name in ("k", "shard", "batch_size"):
-        if getattr(args, name) < 1:
+        if (given := getattr(args, name)) is not None and given < 1:
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be at least 1, got {getattr(args, name)}")
+            raise ValueError(f"--{option} must be at least 1, got {given}")
     data = Classification().override(args.overrides).data
     source = data.train_source(args.seed)
     found = teacher.find(args.model, source.classes, args.weights, args.size)
@@ -410,7 +419,7 @@ def _token_labels(args: argparse.Namespace) -> None:
         found,
         source,
         args.output,
-        k=args.k,
+        k=args.k or min(5, len(source.classes)),
         shard=args.shard,
         batch=args.batch_size,
         workers=data.workers,
@@ -430,7 +439,10 @@ def _token_labels(args: argparse.Namespace) -> None:
         f"{args.output}: {made.pictures} pictures, {h}x{w} places, {made.k} classes at each; the picture's own "
         f"class is the first in {made.agreement:.1f} %"
     )
-    say(f"train with: pale train imagenet.pale_t_star --token_labels.store {args.output} ...")
+    say(
+        f"train with: pale train RECIPE --token_labels.store {args.output} and the same --data options; RECIPE is "
+        "imagenet.pale_t_star for ImageNet, small_data.pale_t_star for a small set"
+    )
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -441,16 +453,17 @@ def _check(args: argparse.Namespace) -> int:
     if cli_segment.wants_masks(args):
         return cli_segment.check(args)
     found = check(args.root, tuple(args.splits), args.workers, shown(args.json))
-    if args.sheet:
-        sheet(args.root, next(iter(found.counts)), args.sheet)
     if args.json:
         say_json(found.plain())
-        return 0 if found.good else 1
-    for split, labels in found.counts.items():
-        say(f"{split}: {sum(labels.values())} pictures in {len(labels)} classes")
-    say_problems(found)
+    else:
+        for split, labels in found.counts.items():
+            say(f"{split}: {sum(labels.values())} pictures in {len(labels)} classes")
+        say_problems(found)
     if args.sheet:
-        say(f"{args.sheet} written")
+        split = next(iter(found.counts))
+        drawn = sheet(args.root, split, args.sheet)
+        if not args.json:
+            say(f"{args.sheet} written: {drawn} of {split}")
     return 0 if found.good else 1
 
 

@@ -23,6 +23,7 @@ from .data.transforms import eval_transform, normalise
 from .progress import Track, silent
 from .recipes import get
 from .recipes.schema import Classification, parse
+from .train.checkpoint import write_file
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Features:
         """Write a safetensors file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {"names": json.dumps(list(self.names)), "classes": json.dumps(list(self.classes))}
-        save_file({"vectors": self.vectors, "labels": self.labels}, path, metadata=about)
+        tensors = {"vectors": self.vectors, "labels": self.labels}
+        write_file(path, lambda temporary: save_file(tensors, temporary, metadata=about))
 
     @classmethod
     def load(cls, path: Path) -> Features:

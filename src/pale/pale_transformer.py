@@ -89,6 +89,12 @@ class PaleConfig:
         check_word("attention", self.attention, get_args(AttentionMode))
         check_word("position", self.position, get_args(Position))
         check_word("backend", self.backend, get_args(Backend))
+        for name in ("channels", "heads", "depths", "mlp_ratio"):
+            kinds = (int, float) if name == "mlp_ratio" else (int,)
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or any(type(v) not in kinds or v <= 0 for v in value):
+                what = "numbers above 0" if name == "mlp_ratio" else "whole numbers of at least 1"
+                raise ValueError(f"{name} must be {what}, one a stage, got {value!r}")
         stages = len(self.depths)
         for name in ("channels", "heads", "mlp_ratio"):
             if len(getattr(self, name)) != stages:
@@ -96,10 +102,6 @@ class PaleConfig:
                     f"{name} needs one entry for each of the {stages} stages of {self.depths=}, "
                     f"got {getattr(self, name)}"
                 )
-        if any(type(depth) is not int or depth < 1 for depth in self.depths):
-            raise ValueError(
-                f"depths must be whole numbers of at least 1, one a stage, got {self.depths}"
-            )
         if self.stem_stride not in (4, 2, 1):
             raise ValueError(
                 f"stem_stride must be 4, 2 or 1, got {self.stem_stride}; the paper's is 4"

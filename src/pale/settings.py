@@ -11,6 +11,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 S = TypeVar("S", bound="Settings")
 
 
+# What others call our settings, where the spelling does not tell.
+USUAL = {
+    "learning_rate": "lr",
+    "min_learning_rate": "min_lr",
+    "wd": "weight_decay",
+    "batch_size": "batch",
+    "num_workers": "workers",
+    "num_epochs": "epochs",
+    "grad_clip": "clip",
+    "img_size": "size",
+    "image_size": "size",
+    "drop_path_rate": "drop_path",
+}
+
+
 class Settings(BaseModel):
     """Base of every recipe and of its parts."""
 
@@ -72,7 +87,10 @@ def names(cls: type[Settings], prefix: str = "") -> Iterator[str]:
 
 def _unknown(cls: type[Settings], name: str) -> str:
     known = list(names(cls))
-    near = get_close_matches(name, known, n=1)
+    path, dot, last = name.rpartition(".")
+    near = [k for k in known if k.rpartition(".")[2] == USUAL.get(last)]
+    near = [k for k in near if k == f"{path}{dot}{USUAL[last]}"] or near
+    near = near or get_close_matches(name, known, n=1)
     if not near:  # "lr" for "optim.lr"
         near = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
     hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(cls.model_fields)}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -106,16 +108,30 @@ def _damaged(path: Path, reason: object) -> ValueError:
     )
 
 
+class PickleWarning(UserWarning):
+    """About a file in a format that could hold code."""
+
+
+def _reason(error: Exception) -> str:
+    """Why PyTorch refuses a file, without its advice on how to unpickle it all the same."""
+    if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return f"it asks for {found[1]}"
+    if isinstance(error, pickle.UnpicklingError):
+        return "it is damaged, or holds more than tensors"
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
 def _foreign(path: Path) -> Weights:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about how to read more of it
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{path} cannot be read as tensors alone ({reason}); nothing else is ever unpickled: "
+            f"{path} cannot be read as tensors alone ({_reason(error)}); nothing else is ever unpickled: "
             "convert it to safetensors where you trust it"
         ) from None
-    warnings.warn(f"{path.name} is a pickle, read as tensors alone", stacklevel=3)
+    warnings.warn(f"{path.name} is a pickle, read as tensors alone", PickleWarning, stacklevel=3)
     for key in ("state_dict", "model", "state_dict_ema", "model_ema"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]

@@ -48,6 +48,10 @@ def empty(root):
     (root / "val/fox").mkdir()
 
 
+def looped(root):
+    (root / "train/cat/loop.png").symlink_to("loop.png")
+
+
 def misspelt(root):
     (root / "val/cat").rename(root / "val/cats")
 
@@ -94,6 +98,7 @@ def uneven(root):
     ("harm", "kind", "item", "serious"),
     [
         (truncate, "unreadable", "train/cat/0.png: cannot be read", True),
+        (looped, "unreadable", "train/cat/loop.png: cannot be read (Too many levels", True),
         (empty, "empty class", "train/fox", True),
         (misspelt, "class not in training", "val/cats", True),
         (misspelt, "class not in validation", "val/cat", True),
@@ -137,6 +142,51 @@ def test_a_sheet_passes_over_what_cannot_be_read(good):
     truncate(good)
     sheet(good, "train", good / "a.png")
     assert (good / "a.png").is_file()
+
+
+def packed(root):
+    assert main(["data", "pack", str(root), str(root / "packed")]) == 0
+    return root / "packed", ("train", "val"), "train-000000.tar:"
+
+
+def listed(root):
+    for split in ("train", "val"):
+        files = sorted((root / split).rglob("*.png")) + sorted((root / split).rglob("*.bmp"))
+        lines = [f"{file.relative_to(root)} {file.parent.name}\n" for file in files]
+        (root / f"{split}.txt").write_text("".join(lines))
+    return root, ("train.txt", "val.txt"), "train/"
+
+
+@pytest.mark.parametrize("kind", [packed, listed])
+def test_shards_and_list_files_are_checked_as_folders_are(good, kind, capsys):
+    truncate(good)
+    leak(good)
+    root, splits, start = kind(good)
+    report = check(root, splits, workers=1)
+    found = {problem.kind: problem.items for problem in report.problems}
+    assert found.keys() == {"unreadable", "the same picture in train and val"}
+    assert found["unreadable"][0].startswith(start)
+    assert list(report.counts) == list(splits)
+    assert report.counts[splits[0]] == {"cat": 3, "dog": 3}
+    words = ["--splits", *splits, "--sheet", str(good / "a.png"), "--workers", "1"]
+    assert main(["data", "check", str(root), *words]) == 1
+    assert f"a.png written: all classes of {splits[0]}" in capsys.readouterr().out
+
+
+def test_a_sheet_of_many_classes_says_that_it_shows_some(good):
+    assert sheet(good, "train", good / "a.png", rows=1) == "the first 1 of 2 classes"
+
+
+def test_findings_are_told_though_the_sheet_cannot_be_drawn(good, capsys):
+    leak(good)
+    (good / "train/cat/folder.png").mkdir()
+    words = ["data", "check", str(good), "--workers", "1", "--sheet"]
+    assert main([*words, str(good / "a.png")]) == 1
+    assert "a.png written" in capsys.readouterr().out
+    assert main([*words, str(good / "a.unknown")]) == 1
+    said = capsys.readouterr()
+    assert "the same picture in train and val (1)" in said.out
+    assert "unknown file extension" in said.err
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,17 @@ def test_workers_stay_from_pass_to_pass_where_asked(persistent):
     assert (passes[0] == passes[1]) == persistent
 
 
+class Denied(Workers):
+    def __getitem__(self, key):
+        raise PermissionError(13, "Permission denied", "a.npy")
+
+
+def test_a_file_that_the_system_refuses_is_told_in_one_line():
+    share = Share(6, 3, World(torch.device("cpu")))
+    with pytest.raises(ValueError, match=r"^\[Errno 13\] Permission denied: 'a.npy'$"):
+        next(batches(make_loader(Denied(), share, list, 0, False)))
+
+
 def test_no_more_workers_than_batches_or_cores():
     share = Share(6, 3, World(torch.device("cpu")))
     assert make_loader(Workers(), share, list, 64, False).num_workers == min(2, cores())

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from launching import full_disk
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -147,3 +148,20 @@ def test_a_picture_without_class_and_a_broken_picture_are_named(tmp_path):
     path.write_text("no tar at all")
     with pytest.raises(ValueError, match="cannot be read as a shard"):
         index_of([path])
+
+
+def test_a_full_disk_is_said_with_the_shard_and_leaves_nothing_half(tree, tmp_path):
+    source = folder(tree / "train")
+    where = tmp_path / "shards"
+    with full_disk(20_000), pytest.raises(OSError, match=r"train-000000\.tar could not be written"):
+        pack(source, where, "train", 2**20)
+    assert list(where.iterdir()) == []
+    assert len(pack(source, where, "train", 2**20)) == 1
+
+
+def test_a_picture_that_cannot_be_packed_is_named(tree, tmp_path):
+    source = folder(tree / "train")
+    (tree / "train/cat/3.png").unlink()
+    with pytest.raises(UnreadableImageError, match=r"cat/3\.png: cannot be read"):
+        pack(source, tmp_path / "shards", "train", 4096)
+    assert list((tmp_path / "shards").iterdir()) == []

@@ -149,3 +149,52 @@ def test_files_that_hold_no_recipe_are_refused(tmp_path):
         ValueError, match="kind must be one of classification, segmentation, detection, got 'poem'"
     ):
         parse(yaml.safe_load("kind: poem"), "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"augment.auto": "foo"}, r"augment\.auto: a policy in timm's notation.*got 'foo'"),
+        ({"augment.interpolation": "foo"}, r"augment\.interpolation must be 'nearest'.*got 'foo'"),
+        (
+            {"augment.scale": [1, 0.1]},
+            r"augment\.scale: .*the smaller one first, got \[1\.0, 0\.1\]",
+        ),
+        ({"augment.scale": [0.1, 2]}, r"augment\.scale: two numbers above 0 and at most 1"),
+        ({"augment.ratio": [0, 1]}, r"augment\.ratio: two numbers above 0"),
+        ({"model.options": {"depths": 3}}, "depths must be whole numbers .*one a stage, got 3"),
+        ({"model.options": {"heads": [0, 2, 4, 8]}}, "heads must be whole numbers of at least 1"),
+        ({"batch": 7}, "even number of images .*got batch 7 in 1 pieces"),
+        ({"batch": 6, "accumulate": 2}, "even number of images .*got batch 6 in 2 pieces"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_values_that_would_fail_later_are_refused_at_once(change, message):
+    with pytest.raises(ValueError, match=message):
+        get("small_data.pale_t").override(change)
+
+
+def test_an_odd_batch_is_a_matter_of_mixing_and_of_processes():
+    recipe = get("small_data.pale_t").override({"batch": 6})
+    with pytest.raises(ValueError, match="batch 6 in 2 pieces"):
+        recipe.require_share(2)
+    recipe.override({"mix": {"mixup": 0, "cutmix": 0}, "batch": 7})
+
+
+def test_options_that_a_model_does_not_know_are_named():
+    recipe = get("quickstart").override({"model.options": {"depth": 3}})
+    with pytest.raises(
+        ValueError, match=r"model\.options must be arguments of pale_nano, got .*depth"
+    ):
+        recipe.model.build(8, 64)
+
+
+def test_an_interpolation_that_training_draws_is_bicubic_in_evaluation():
+    drawn, bicubic = (
+        get("quickstart")
+        .override({"augment.interpolation": how, "data.size": 32})
+        .task()
+        .val_data()
+        for how in ("random", "bicubic")
+    )
+    assert torch.equal(drawn[(0, 0)][0], bicubic[(0, 0)][0])

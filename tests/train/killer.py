@@ -17,6 +17,8 @@ import torch
 
 from pale.cli import main
 
+LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT  # whether it has ended, and leave that to be waited for
+
 
 def start(argv: list[str], at_fsync: int | None = None) -> int:
     child = os.fork()
@@ -61,6 +63,12 @@ def state(run: Path) -> dict:
     }
 
 
+def lines(run: Path) -> int:
+    """Steps that a run has logged."""
+    path = run / "log.jsonl"
+    return path.read_text().count('"event": "step"') if path.exists() else 0
+
+
 def tell(what: dict) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
@@ -74,15 +82,20 @@ def work(folder: Path, recipe: str, seed: int, kills: int, fsyncs: list[int]) ->
 
     began = time.monotonic()
     assert finish(start(command(folder / "whole"))) == 0
-    whole = time.monotonic() - began
+    whole, steps = time.monotonic() - began, lines(folder / "whole")
     for i in range(kills):
         run = folder / f"random{i}"
         child = start(command(run))
-        delay = rng.uniform(0, whole)
+        # By steps, not by seconds: how long a run takes depends on what else runs here. -1: before the first.
+        step = rng.randrange(-1, steps - 2)
+        delay = rng.uniform(0, whole / steps)
+        while lines(run) <= step and os.waitid(os.P_PID, child, LOOK) is None:
+            time.sleep(0.001)
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
         died = finish(child) == -signal.SIGKILL
-        told = {"run": run.name, "seed": seed, "seconds": delay, "died": died, **state(run)}
+        told = {"run": run.name, "seed": seed, "step": step, "seconds": delay, "died": died}
+        told |= state(run)
         tell(told)
         assert go_on(run, command(run)) == 0
     for number in fsyncs:

@@ -5,16 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import torchrun
+from launching import torchrun, torchrun_failing
 from safetensors.torch import load_file
 
+from pale.data.stream import StreamSampler
 from pale.recipes.schema import text
 from pale.train.distributed import World, join
 from pale.train.log import read
-from pale.train.loop import train
+from pale.train.loop import Trainer, train
 
-from .tiny import star, tiny
+from .tiny import picture_folders, star, tiny
 
+ALONE = World(torch.device("cpu"))
 DIE_ONCE = """
 import os, signal, sys
 from pathlib import Path
@@ -104,6 +106,45 @@ def test_torchrun_recovers_from_a_killed_worker(tmp_path, alone):
     starts = [entry for entry in read(run / "log.jsonl") if entry["event"] == "start"]
     assert [start["step"] for start in starts] == [0, 4]
     check(run, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_picture_that_any_process_cannot_read_loses_nothing(tmp_path, rank, parallel):
+    picture_folders(tmp_path / "data")
+    changes = {"data__root": str(tmp_path / "data"), "data__kind": "folder", "ema": None}
+    settings = tiny(batch=4, parallel=parallel, mix={"mixup": 0, "cutmix": 0}, **changes)
+    trainer = Trainer(settings.override({"parallel": "ddp"}), tmp_path / "x", ALONE)
+    sampler = StreamSampler(trainer.stream, 0, rank, 2)
+    (_, index) = list(sampler)[1][0]  # what this process alone sees in the second step
+    assert index not in [i for _, i in list(StreamSampler(trainer.stream, 0, 1 - rank, 2))[1]]
+    bad = Path(trainer.task.sample_name(index))
+    content = bad.read_bytes()
+    bad.write_bytes(content[:40])
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(text(settings))
+    said = torchrun_failing("train", "--config", recipe, "--output", run)
+    assert f"{bad}: cannot be read as an image" in said
+    assert f"step 1 is saved, go on with: pale train --resume {run}" in said
+    bad.write_bytes(content)
+    torchrun("train", "--resume", run)
+    starts = [entry for entry in read(run / "log.jsonl") if entry["event"] == "start"]
+    assert [start["step"] for start in starts] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_picture_of_the_evaluation_that_one_process_cannot_read_loses_nothing(tmp_path):
+    picture_folders(tmp_path / "data")
+    bad = tmp_path / "data/val/a/1.png"  # the second image: of process 1
+    bad.write_bytes(bad.read_bytes()[:40])
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    settings = tiny(batch=4, data__kind="folder", data__root=str(tmp_path / "data"))
+    recipe.write_text(text(settings))
+    said = torchrun_failing("train", "--config", recipe, "--output", run)
+    assert f"{bad}: cannot be read as an image" in said
+    assert "step 2 is saved" in said
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_00000002"]
 
 
 def test_alone_there_is_nothing_to_agree_on():

@@ -87,4 +87,5 @@ def test_a_run_killed_inside_the_writing_of_a_checkpoint_goes_on_bit_equal(tmp_p
 def test_a_run_killed_at_random_times_goes_on_bit_equal(tmp_path):
     seed = int(time.time())
     told = kill(tmp_path, seed, 10, [])
-    assert any(kill["died"] for kill in told), f"seed {seed}: no kill hit"
+    hits = sum(kill["died"] for kill in told)
+    assert hits >= 8, f"seed {seed}: {hits} of 10 kills hit a run"

@@ -1,4 +1,5 @@
 import functools
+import json
 import os
 import shutil
 import signal
@@ -8,9 +9,9 @@ import time
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
+from pale.cli import main
 from pale.data.labelled import batches, make_loader
 from pale.recipes.schema import text
 from pale.train import loop
@@ -18,7 +19,7 @@ from pale.train.distributed import World
 from pale.train.log import read
 from pale.train.loop import NonFiniteError, Trainer, train
 
-from .tiny import CHANGES, star, tiny
+from .tiny import CHANGES, picture_folders, star, tiny
 
 ALONE = World(torch.device("cpu"))
 
@@ -56,6 +57,7 @@ def test_a_run_leaves_log_recipe_weights_and_checkpoint(tmp_path):
     }
     assert [entry["step"] for entry in events(tmp_path, "step")] == list(range(1, 10))
     assert [entry["epoch"] for entry in events(tmp_path, "eval")] == [1, 2, 3]
+    assert all(100 < entry["memory_mb"] < 100_000 for entry in events(tmp_path, "step"))
     (start,) = events(tmp_path, "start")
     assert start["torch"] == torch.__version__
     assert outcome.figures["images"] == 12
@@ -192,6 +194,56 @@ def test_such_a_step_can_be_skipped_but_not_for_ever(tmp_path, monkeypatch):
         train(tiny(on_nonfinite="skip", epochs=9), tmp_path / "b", ALONE, quiet=True)
 
 
+def test_skipped_steps_are_told_on_the_screen_in_the_log_and_in_the_report(
+    tmp_path, monkeypatch, capsys
+):
+    poison(monkeypatch, {1, 2, 4, 6})
+    train(tiny(on_nonfinite="skip"), tmp_path, ALONE)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "skipped step 1: loss nan" in said
+    assert "skipped step 4" in said
+    assert "skipped step 6" not in said  # the first three in full
+    assert "4 steps were skipped" in said
+    assert "<tr><td>skipped<td>4 steps" in (tmp_path / "report.html").read_text()
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    for line in lines:
+        json.loads(line, parse_constant=pytest.fail)  # NaN is no JSON
+    losses = {e["step"]: e["loss"] for e in map(json.loads, lines) if e["event"] == "step"}
+    assert [step for step, loss in losses.items() if loss is None] == [2, 3, 5, 7]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("first", [0, 7])
+def test_a_run_that_ends_in_skipped_steps_has_failed(tmp_path, monkeypatch, first, delayed):
+    poison(monkeypatch, set(range(first, 9)))
+    recipe = tiny(on_nonfinite="skip", log_every=100, eval_every=3)
+    with pytest.raises(
+        NonFiniteError, match=rf"skipped steps, {first} to 8, .*before them are saved"
+    ):
+        train(recipe, tmp_path / "bad", ALONE, quiet=True, delayed=delayed)
+    assert not (tmp_path / "bad" / "weights.safetensors").exists()
+    monkeypatch.undo()
+    train(recipe, tmp_path / "bad", ALONE, resume=True, quiet=True, delayed=delayed)
+    train(recipe, tmp_path / "good", ALONE, quiet=True, delayed=delayed)
+    assert_same(weights(tmp_path / "good"), weights(tmp_path / "bad"))
+    assert events(tmp_path / "bad", "skipped") == []
+
+
+def test_weights_that_are_no_numbers_are_no_result(tmp_path, monkeypatch):
+    make_step = Trainer.make_step
+
+    def spoils(self, iterator):
+        done = make_step(self, iterator)
+        if self.step == 9:
+            self.model.head.fc.bias.data[0] = float("inf")
+        return done
+
+    monkeypatch.setattr(Trainer, "make_step", spoils)
+    with pytest.raises(NonFiniteError, match="last step made weights that are no numbers"):
+        train(tiny(eval_every=3), tmp_path, ALONE, quiet=True)
+    assert not (tmp_path / "weights.safetensors").exists()
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_trains_and_resumes(tmp_path, precision):
     recipe = tiny(precision=precision, epochs=2)
@@ -210,22 +262,76 @@ def test_low_precision_trains_and_resumes(tmp_path, precision):
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "b"))
 
 
-def test_an_unreadable_picture_stops_the_run_but_loses_nothing(tmp_path):
-    for split in ("train", "val"):
-        for name in ("a", "b"):
-            folder = tmp_path / "data" / split / name
-            folder.mkdir(parents=True)
-            for i in range(4):
-                Image.new("RGB", (40, 40), (i * 60, 0, 90)).save(folder / f"{i}.png")
+@pytest.mark.parametrize("harm", ["cut short", "a loop"])
+def test_an_unreadable_picture_stops_the_run_but_loses_nothing(tmp_path, harm):
+    picture_folders(tmp_path / "data")
     recipe = tiny(data__kind="folder", data__root=str(tmp_path / "data"), batch=2)
     good = tmp_path / "data" / "train" / "a" / "2.png"
     content = good.read_bytes()
-    good.write_bytes(content[:40])
+    good.unlink()
+    if harm == "a loop":  # the system, not Pillow, refuses it, as it does a file without rights
+        good.symlink_to(good.name)
+    else:
+        good.write_bytes(content[:40])
     run = tmp_path / "run"
-    with pytest.raises(ValueError, match=r"a/2\.png: cannot be read as an image.* is saved, go on"):
+    with pytest.raises(ValueError, match=r"^/.*a/2\.png: cannot be read.* is saved, go on"):
         train(recipe, run, ALONE, quiet=True)
+    good.unlink()
     good.write_bytes(content)
     assert train(recipe, run, ALONE, resume=True, quiet=True).step == 12
+
+
+FAIL_THEN_TRAIN = """
+import sys
+from pathlib import Path
+import torch
+from pale.recipes.schema import read
+from pale.train.distributed import World
+from pale.train.loop import train
+
+folder = Path(sys.argv[1])
+recipe, world = read(folder / "recipe.yaml"), World(torch.device("cpu"))
+bad = folder / "data/train/a/2.png"
+content = bad.read_bytes()
+bad.write_bytes(content[:40])
+try:
+    train(recipe, folder / "run", world, quiet=True)
+except ValueError as error:
+    print(error)
+bad.write_bytes(content)
+print(train(recipe, folder / "run", world, resume=True, quiet=True).step)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_went_on_after_an_unreadable_picture_ends(tmp_path):
+    # A worker of the first run may still be there, and passes over the SIGTERM by which Python ends it.
+    picture_folders(tmp_path / "data")
+    changes = {"data__root": str(tmp_path / "data"), "data__workers": 1}
+    recipe = tiny(data__kind="folder", batch=2, **changes)
+    (tmp_path / "recipe.yaml").write_text(text(recipe))
+    command = [sys.executable, "-c", FAIL_THEN_TRAIN, str(tmp_path)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    assert "a/2.png: cannot be read as an image" in done.stdout
+    assert done.stdout.endswith("\n12\n")
+
+
+@pytest.mark.parametrize("change", [{"batch": 4}, {"seed": 3}], ids=["batch", "seed"])
+def test_what_says_which_samples_a_step_sees_cannot_change_when_a_run_goes_on(tmp_path, change):
+    train(tiny(epochs=1), tmp_path, ALONE, quiet=True)
+    (name, value) = next(iter(change.items()))
+    before = {"batch": 8, "seed": 0}[name]
+    with pytest.raises(
+        ValueError, match=rf"{name} says.* got {value}, .* has {before}; .*--model"
+    ) as error:
+        train(tiny(**change), tmp_path, ALONE, resume=True, quiet=True)
+    # The way out that it shows is one.
+    words = str(error.value).partition(": pale train ")[2].replace("DIR", str(tmp_path / "new"))
+    assert main(["train", *words.split(), "--epochs", "1", "--json"]) == 0
 
 
 def test_more_steps_done_than_asked_for_is_an_error(tmp_path):

@@ -76,6 +76,13 @@ def test_a_report_can_be_had_of_a_run_that_has_only_begun(run, tmp_path, capsys)
     assert "is no run" in capsys.readouterr().err
 
 
+def test_the_steps_to_do_are_those_of_the_last_start(tmp_path):
+    world = World(torch.device("cpu"))
+    train(tiny(epochs=1), tmp_path, world, quiet=True)
+    train(tiny(epochs=2), tmp_path, world, resume=True, quiet=True)
+    assert "6 of 6 steps" in Page((tmp_path / "report.html").read_text()).text
+
+
 def test_data_that_has_moved_leaves_out_the_pictures_alone(run, tmp_path):
     for name in ("log.jsonl", "evaluation.json"):
         shutil.copy(run / name, tmp_path)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from pale.recipes import get
@@ -29,6 +30,16 @@ def tiny(**changes) -> Classification:
     """The recipe, with settings changed by dotted name; "." is written "__"."""
     changes = {name.replace("__", "."): value for name, value in changes.items()}
     return get("quickstart").override(CHANGES | changes)
+
+
+def picture_folders(root: Path) -> None:
+    """train and val, each with two classes of four pictures."""
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(4):
+                Image.new("RGB", (40, 40), (i * 60, 0, 90)).save(folder / f"{i}.png")
 
 
 def star(folder: Path, **changes) -> Classification:

@@ -1,4 +1,4 @@
-"""What is wrong with a data set of folders, found before hours are spent on it."""
+"""What is wrong with a data set of folders, shards or list files, found before hours are spent on it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from ..progress import Track, silent
-from .images import SUFFIXES, UnreadableImageError, read_image
+from .images import SUFFIXES, Source, UnreadableImageError, is_picture, list_file, read_image
+from .shards import Shards
 
 SMALL = 32  # a shorter side is hardly a picture
 LONG = 4.0  # ratio of the sides from which a centre crop loses most
@@ -93,6 +95,10 @@ class SplitReport(Findings):
         return {"classes": self.classes, "splits": self.splits}
 
 
+# Split, class, name, and what it is.
+File = tuple[str, str, str, Literal["picture", "other", "loose"]]
+
+
 @dataclass(frozen=True)
 class Facts:
     """What one file tells: an error, or its size and the sum of its pixels."""
@@ -103,10 +109,10 @@ class Facts:
     flat: bool = False
 
 
-def examine(path: str) -> Facts:
+def examine(read: Callable[[], Image.Image]) -> Facts:
     """Read one picture in full."""
     try:
-        image = read_image(path)
+        image = read()
     except UnreadableImageError as error:
         return Facts(error=str(error))
     pixels = np.asarray(image)
@@ -115,9 +121,60 @@ def examine(path: str) -> Facts:
     return Facts(size=image.size, digest=digest, flat=bool((pixels == pixels[0, 0]).all()))
 
 
-def _ignore_ctrl_c() -> None:
+_reading: dict[str, Source] = {}  # in a process of the pool: the sources, by split
+
+
+def _begin(sources: dict[str, Source]) -> None:
+    _reading.update(sources)
     # It reaches the whole group of processes; the main one answers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _examine(what: str | tuple[str, int]) -> Facts:
+    """A file, or a picture of a source."""
+    if isinstance(what, str):
+        return examine(partial(read_image, what))
+    split, index = what
+    return examine(partial(_reading[split].image, index))
+
+
+def present(root: Path, splits: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the splits that are there: folders, else shards, else list files."""
+    for kind in (Path.is_dir, _is_packed, Path.is_file):
+        if found := tuple(split for split in splits if kind(root / split)):
+            return found
+    raise ValueError(
+        f"{root} holds no train and no val folder, and no shards of them; name the splits, which may be list files: "
+        "--splits A B"
+    )
+
+
+def _is_packed(path: Path) -> bool:
+    return any(path.parent.glob(f"{path.name}-*.tar"))
+
+
+def _sources(root: Path, splits: tuple[str, ...]) -> dict[str, Source]:
+    """Shards or list files, by split; none for folders."""
+    sources: dict[str, Source] = {}
+    for split in splits:
+        classes = next(iter(sources.values())).classes if sources else None
+        if _is_packed(root / split):
+            sources[split] = Shards(root, split, classes)
+        elif (root / split).is_file():
+            sources[split] = list_file(root / split, root, classes)
+    return sources
+
+
+def _listed(root: Path, sources: dict[str, Source]) -> list[File]:
+    return [
+        (split, source.classes[source.labels[i]], os.path.relpath(source.name(i), root), "picture")
+        for split, source in sources.items()
+        for i in range(len(source))
+    ]
+
+
+def _folders(root: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
 
 
 def check(
@@ -126,24 +183,26 @@ def check(
     workers: int | None = None,
     track: Track = silent,
 ) -> Report:
-    """Read every picture of `root/<split>/<class>/` and report what is odd."""
+    """Read every picture of `root/<split>/<class>/`, of shards or of list files, and report what is odd."""
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; expected are {root}/train/<class>/<picture>")
-    splits = tuple(split for split in splits if (root / split).is_dir())
-    if not splits:
-        raise ValueError(f"{root} holds no train and no val folder; name the splits: --splits A B")
-    report, files = Report(), list(_files(root, splits))
+    splits = present(root, splits)
+    sources = _sources(root, splits)
+    report = Report()
+    files = _listed(root, sources) if sources else list(_files(root, splits))
     pictures = [file for file in files if file[3] == "picture"]
-    paths = [str(root / split / name) for split, _, name, _ in pictures]
-    with ProcessPoolExecutor(workers, initializer=_ignore_ctrl_c) as pool:
+    reads: list[Any] = [(split, i) for split, s in sources.items() for i in range(len(s))]
+    if not sources:
+        reads = [str(root / name) for _, _, name, _ in pictures]
+    with ProcessPoolExecutor(workers, initializer=_begin, initargs=(sources,)) as pool:
         try:
-            reading = pool.map(examine, paths, chunksize=4)
-            facts = list(track(reading, "reading", len(paths)))
+            reading = pool.map(_examine, reads, chunksize=4)
+            facts = list(track(reading, "reading", len(reads)))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
     for split in splits:
-        classes = sorted(e.name for e in os.scandir(root / split) if e.is_dir())
+        classes = sources[split].classes if sources else _folders(root / split)
         found = Counter(label for s, label, _, _ in pictures if s == split)
         report.counts[split] = {label: found[label] for label in classes}
     known = list(zip(pictures, facts, strict=True))
@@ -159,10 +218,7 @@ def check(
     return report
 
 
-def _files(
-    root: Path, splits: tuple[str, ...]
-) -> Iterator[tuple[str, str, str, Literal["picture", "other", "loose"]]]:
-    # Split, class, path under the split, and what it is.
+def _files(root: Path, splits: tuple[str, ...]) -> Iterator[File]:
     for split in splits:
         for where, _, names in sorted(os.walk(root / split)):
             inside = Path(where).relative_to(root / split)
@@ -175,11 +231,11 @@ def _files(
                     kind = "other"
                 elif not label:
                     kind = "loose"
-                yield split, label, str(inside / name), kind
+                yield split, label, str(Path(split) / inside / name), kind
 
 
-def _name(file: tuple[str, str, str, str]) -> str:
-    return f"{file[0]}/{file[2]}"
+def _name(file: File) -> str:
+    return file[2]
 
 
 def _unreadable(known: list[Any]) -> Problem:
@@ -253,25 +309,42 @@ def _odd(readable: list[Any], files: list[Any]) -> Iterator[Problem]:
     yield Problem("not a picture by its name", False, f"read are {', '.join(SUFFIXES)}", other)
 
 
-def sheet(root: Path, split: str, path: Path, columns: int = 8, rows: int = 12) -> None:
-    """Draw some pictures of each class in a line, so that eyes can see what numbers do not."""
-    classes = sorted(e.name for e in os.scandir(root / split) if e.is_dir())[:rows]
+def _readers(root: Path, split: str) -> dict[str, list[Callable[[], Image.Image]]]:
+    """What reads the pictures of each class."""
+    if (source := _sources(root, (split,)).get(split)) is not None:
+        found: dict[str, list[Callable[[], Image.Image]]] = {name: [] for name in source.classes}
+        for i, label in enumerate(source.labels):
+            found[source.classes[label]].append(partial(source.image, i))
+        return found
+    return {
+        label: [
+            partial(read_image, file)
+            for file in sorted((root / split / label).rglob("*"))
+            if is_picture(file)
+        ]
+        for label in _folders(root / split)
+    }
+
+
+def sheet(root: Path, split: str, path: Path, columns: int = 8, rows: int = 12) -> str:
+    """Draw some pictures of each class in a line, so that eyes can see what numbers do not; says of which classes."""
+    every = _readers(root, split)
+    classes = list(every)[:rows]
     canvas = Image.new("RGB", (columns * TILE, len(classes) * (TILE + 14)), "white")
     draw = ImageDraw.Draw(canvas)
     for row, label in enumerate(classes):
         draw.text((2, row * (TILE + 14)), label, fill="black")
-        files = [
-            f for f in sorted((root / split / label).rglob("*")) if f.suffix.lower() in SUFFIXES
-        ]
+        files = every[label]
         # Spread over the class: neighbours are often alike.
         for column, i in enumerate(
             np.linspace(0, len(files) - 1, min(columns, len(files))).astype(int)
         ):
             try:
-                picture = read_image(files[i])
+                picture = files[i]()
             except UnreadableImageError:
                 continue
             picture.thumbnail((TILE - 2, TILE - 2))
             canvas.paste(picture, (column * TILE, row * (TILE + 14) + 14))
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.save(path)
+    return f"the first {rows} of {len(every)} classes" if len(every) > rows else "all classes"

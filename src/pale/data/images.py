@@ -28,6 +28,10 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
         raise UnreadableImageError(
             f"{path}: there is no such file; was it moved after the list was made?"
         ) from None
+    except OSError as error:
+        raise UnreadableImageError(
+            f"{path}: cannot be read ({error.strerror or error}); repair the disk or its rights, or replace it"
+        ) from None
 
 
 def decode(file: IO[bytes], name: str) -> Image.Image:
@@ -128,6 +132,11 @@ class Files:
     def name(self, index: int) -> str:
         """Path of the file."""
         return str(self.root / self.paths[index])
+
+
+def is_picture(path: Path) -> bool:
+    """Whether it is one by its name, and no folder."""
+    return path.suffix.lower() in SUFFIXES and not path.is_dir()
 
 
 def _some(words: Sequence[str]) -> str:
@@ -277,7 +286,7 @@ def pictures(paths: Sequence[Path]) -> list[tuple[Path, str]]:
     found: list[tuple[Path, str]] = []
     for path in paths:
         if path.is_dir():
-            inside = [f for f in sorted(path.rglob("*")) if f.suffix.lower() in SUFFIXES]
+            inside = [f for f in sorted(path.rglob("*")) if is_picture(f)]
             found += [(f, str(f.relative_to(path).with_suffix(""))) for f in inside]
         elif path.is_file():
             found.append((path, path.stem))

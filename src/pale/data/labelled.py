@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -153,25 +155,53 @@ def leave_signals_to_the_main_process(worker: int) -> None:
 
 
 _open: WeakSet[Any] = WeakSet()
+_workers: WeakSet[Any] = WeakSet()
 
 
 def _end_workers() -> None:
     # Python ends with a SIGTERM to its child processes and waits for them; those that pass over it must be told.
     for iterator in list(_open):
         iterator._shutdown_workers()
+    for worker in list(_workers):  # a worker that read for what failed may not have been told
+        if worker.is_alive():
+            worker.kill()
+
+
+class Ahead(Iterator[Any]):
+    """Batches, some of which may be fetched before they are asked for; then an error of them is known before."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches, self.ready = batches, deque[Any]()
+        self.waited = 0.0  # seconds, in `fetch`
+
+    def __next__(self) -> Any:
+        return self.ready.popleft() if self.ready else next(self.batches)
+
+    def fetch(self, count: int) -> ValueError | None:
+        """Have `count` batches ready, or give the error that is in the way."""
+        began = time.perf_counter()
+        try:
+            while len(self.ready) < count:
+                self.ready.append(next(self.batches))
+        except ValueError as error:
+            return error
+        finally:
+            self.waited += time.perf_counter() - began
+        return None
 
 
 def batches(loader: DataLoader[Any]) -> Iterator[Any]:
     """The loader's batches; an error of a worker is its own last line, not a trace."""
     try:
-        iterator = iter(loader)
+        iterator: Any = iter(loader)
         if loader.num_workers:
             _open.add(iterator)
             # Before PyTorch's own, which on CUDA waits five seconds for each worker: the last registered runs first.
             atexit.unregister(_end_workers)
             atexit.register(_end_workers)
+            _workers.update(iterator._workers)
         yield from iterator
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         last = str(error).strip().splitlines()[-1]
         raise ValueError(last.rpartition("UnreadableImageError: ")[2]) from None
     except RuntimeError as error:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..progress import Track, silent
-from .images import SUFFIXES, Files, decode
+from .images import SUFFIXES, Files, UnreadableImageError, decode
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,58 @@ def pack(
     if list(folder.glob(f"{split}-*.tar")) or (folder / f"{split}.npz").exists():
         raise ValueError(f"{folder} holds shards of {split} already; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    order = np.random.default_rng(seed).permutation(len(source))
     paths: list[Path] = []
+    try:
+        _write(source, folder, split, shard_bytes, seed, track, paths)
+        save_index(folder, split, index_of(paths, source.classes))
+    except (OSError, UnreadableImageError) as error:
+        for path in paths:  # half a set would be taken for a whole one
+            path.unlink(missing_ok=True)
+            path.with_name(f".{path.name}").unlink(missing_ok=True)
+        (folder / f".{split}.npz").unlink(missing_ok=True)
+        if isinstance(error, UnreadableImageError):
+            raise
+        raise OSError(
+            f"{paths[-1]} could not be written ({error.strerror or error}); make room, or choose another folder; "
+            f"what was written of {split} is removed"
+        ) from error
+    return paths
+
+
+def _write(
+    source: Files,
+    folder: Path,
+    split: str,
+    shard_bytes: int,
+    seed: int,
+    track: Track,
+    paths: list[Path],
+) -> None:
+    """The shards, whose paths are added to `paths` when they are begun."""
+    order = np.random.default_rng(seed).permutation(len(source))
     waiting = [int(i) for i in order[::-1]]
     steps = track(range(len(source)), f"packing {split}", len(source))
     while waiting:
         path = folder / f"{split}-{len(paths):06d}.tar"
+        paths.append(path)
         temporary = path.with_name(f".{path.name}")
         with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as tar:
             while waiting and (tar.offset < shard_bytes or not tar.offset):
                 index = waiting.pop()
                 next(steps)
-                content = Path(source.name(index)).read_bytes()
                 suffix = Path(source.paths[index]).suffix.lower()
-                _add(tar, f"{index:08d}{suffix}", content)
+                _add(tar, f"{index:08d}{suffix}", _content(source, index))
                 _add(tar, f"{index:08d}.cls", str(source.labels[index]).encode())
         temporary.rename(path)
-        paths.append(path)
-    save_index(folder, split, index_of(paths, source.classes))
-    return paths
+
+
+def _content(source: Files, index: int) -> bytes:
+    try:
+        return Path(source.name(index)).read_bytes()
+    except OSError as error:
+        raise UnreadableImageError(
+            f"{source.name(index)}: cannot be read ({error.strerror or error}); delete it or replace it"
+        ) from None
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -177,11 +210,16 @@ class Shards:
     def content(self, index: int) -> bytes:
         """Its file, as it is."""
         shard = int(self.index.shard[index])
-        if shard not in self._files:
-            self._files[shard] = os.open(self.folder / self.index.tars[shard], os.O_RDONLY)
-        # A read at a place, not a seek: processes that share the file do not disturb each other.
         size, offset = int(self.index.size[index]), int(self.index.offset[index])
-        return os.pread(self._files[shard], size, offset)
+        try:
+            if shard not in self._files:
+                self._files[shard] = os.open(self.folder / self.index.tars[shard], os.O_RDONLY)
+            # A read at a place, not a seek: processes that share the file do not disturb each other.
+            return os.pread(self._files[shard], size, offset)
+        except OSError as error:
+            raise UnreadableImageError(
+                f"{self.name(index)}: cannot be read ({error.strerror or error}); copy the shards again"
+            ) from None
 
     def name(self, index: int) -> str:
         """Shard and key."""

@@ -9,14 +9,14 @@ import random
 from collections.abc import Callable
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, auto_augment, create_transform
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import RandomResizedCropAndInterpolation, str_to_pil_interp
@@ -45,7 +45,30 @@ class Augment(Settings):
     force_colour_jitter: bool = False
     auto: str | None = "rand-m9-mstd0.5-inc1"  # timm's notation for RandAugment and AutoAugment
     erase: float = Field(default=0.25, ge=0, le=1)
-    interpolation: str = "bicubic"
+    interpolation: Literal[
+        "nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random"
+    ] = "bicubic"
+
+    @field_validator("scale", "ratio")
+    @classmethod
+    def _range(cls, value: tuple[float, float], info: ValidationInfo) -> tuple[float, float]:
+        low, high = value
+        if not 0 < low <= high or (info.field_name == "scale" and high > 1):
+            rule = "0 and at most 1, shares of the area" if info.field_name == "scale" else "0"
+            raise ValueError(f"two numbers above {rule}, the smaller one first, got {list(value)}")
+        return value
+
+    @field_validator("auto")
+    @classmethod
+    def _policy(cls, value: str | None) -> str | None:
+        try:
+            transforms_imagenet_train(32, auto_augment=value, separate=True)
+        except Exception:  # timm's own are assertions, among others
+            raise ValueError(
+                "a policy in timm's notation, such as rand-m9-mstd0.5-inc1 or original, or null for none, "
+                f"got {value!r}"
+            ) from None
+        return value
 
 
 NO_AUGMENT = Augment(
@@ -206,7 +229,11 @@ REPLACED = FASTER | {auto_augment.posterize: posterize}  # timm's function: ours
 
 
 def eval_transform(size: int, crop: float, interpolation: str = "bicubic") -> Transform:
-    """Picture -> (3, size, size), uint8: short side to size / crop, then the centre."""
+    """Picture -> (3, size, size), uint8: short side to size / crop, then the centre.
+
+    Where training draws the interpolation ("random"), it is bicubic here.
+    """
+    interpolation = "bicubic" if interpolation == "random" else interpolation
     timm = create_transform(
         size, is_training=False, use_prefetcher=True, crop_pct=crop, interpolation=interpolation
     )

@@ -179,6 +179,9 @@ class Recipe(Settings):
     def task(self, classes: Sequence[str] | None = None) -> Task:
         """The task that the recipe describes; with `classes`, for evaluation alone."""
 
+    def require_share(self, processes: int) -> None:
+        """An error where so many processes cannot share out a step's images as the task asks."""
+
     def started_from(self, path: Path) -> Self:
         """The recipe with a backbone that starts from a classifier's weights."""
         return self.override({"model.weights": str(path), "model.new_head": True})
@@ -217,6 +220,22 @@ class Classification(Recipe):
     augment: Augment = Augment()
     mix: Mix = Mix()
     token_labels: TokenLabels = TokenLabels()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Classification:
+        self.require_share(1)
+        return self
+
+    def require_share(self, processes: int) -> None:
+        """Mixing pairs images of one process."""
+        pieces = processes * self.accumulate
+        mixed = self.mix.on or (self.mix.tokens and self.mix.probability)
+        if mixed and self.batch % pieces == 0 and self.batch // pieces % 2:
+            raise ValueError(
+                f"mixing needs an even number of images at a time on each process, got batch {self.batch} in {pieces} "
+                "pieces (processes x accumulate); change batch or accumulate, or set mix.mixup, mix.cutmix and "
+                "mix.tokens to 0"
+            )
 
     def task(self, classes: Sequence[str] | None = None) -> ClassificationTask:
         """Data are looked for here."""

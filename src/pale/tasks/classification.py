@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from ..data.shards import Shards
 from ..data.token_labels import TokenLabelStore
 from ..data.transforms import Augment, eval_transform, normalise, to_tensor, train_transform
 from ..layers import TokenMix
-from ..pale_transformer import VARIANTS, AttentionMode, PaleTransformer, Position
+from ..pale_transformer import VARIANTS, AttentionMode, PaleConfig, PaleTransformer, Position
 from ..progress import bar
 from ..settings import Settings
 from .token_labelling import TokenLabels, blocks, dense_targets
@@ -63,6 +64,17 @@ class Model(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _architecture(self) -> Model:
+        if self.name in VARIANTS:
+            own = ("attention", "position", "pale_size", "stem_stride")
+            known = {field.name for field in fields(PaleConfig)} & self.options.keys()
+            given = {name: getattr(self, name) for name in own}
+            replace(
+                VARIANTS[self.name], **given | {k: self.options[k] for k in known}
+            )  # or an error
+        return self
+
     def build(self, classes: int, size: int) -> nn.Module:
         """The model, with its weights loaded where some are named."""
         if self.name not in timm.list_models():
@@ -82,7 +94,14 @@ class Model(Settings):
                 "stem_stride": self.stem_stride,
                 "img_size": size,
             }
-        model: nn.Module = timm.create_model(self.name, **(arguments | self.options))
+        try:
+            model: nn.Module = timm.create_model(self.name, **(arguments | self.options))
+        except TypeError as error:
+            if not self.options:
+                raise
+            raise ValueError(
+                f"model.options must be arguments of {self.name}, got {self.options} ({error}); correct or remove them"
+            ) from None
         if self.checkpointing:
             model.set_grad_checkpointing(True)  # type: ignore[operator]
         if self.weights is not None:

@@ -16,6 +16,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 
+class AgreedError(ValueError):
+    """An error of one process that all raise at the same place: what they do together they still can."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all of them."""
@@ -69,6 +73,12 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise on every process what one of them has met."""
+        for words in self.gather(None if error is None else str(error)):
+            if words is not None:
+                raise AgreedError(words)
 
     def share(self, value: Any) -> Any:
         """What the main process holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,18 @@ import torch
 
 from .. import __version__
 from .distributed import World
+
+
+def peak_memory_mb(device: torch.device) -> float | None:
+    """The most memory that was in use: on the GPU, else of this process; none where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def environment(world: World) -> dict[str, Any]:

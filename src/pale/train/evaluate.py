@@ -76,7 +76,7 @@ class Evaluation:
         even: bool = False,
         only: Sequence[int] | None = None,
     ) -> None:
-        self.task, self.world = task, world
+        self.task, self.world, self.even = task, world, even
         data = task.val_data()
         self.share = Share(len(data), batch, world, even, only)  # type: ignore[arg-type]
         pin = world.device.type == "cuda"
@@ -88,6 +88,7 @@ class Evaluation:
     ) -> tuple[dict[str, float], Metric]:
         """The figures, the same on every process, and the metric that collected them."""
         training, metric = model.training, self.task.metric()
+        error: ValueError | None = None
         model.eval()
         try:
             reading = track(batches(self.loader), "evaluating", len(self.share))
@@ -96,9 +97,14 @@ class Evaluation:
                 counts = metric if i < self.share.own else self.task.metric()
                 with autocast(self.world.device, dtype):
                     counts.update(model, prepared)
+        except ValueError as caught:  # of the data
+            if self.even:  # the others are inside a forward pass
+                raise
+            error = caught
         finally:
             model.train(training)
             reshard(model)
+        self.world.agree(error)
         return metric.merge(self.world.gather(metric.state())), metric
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
+SAID_SKIPS = 3
 BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -27,15 +29,15 @@ class Log:
 
     def __init__(self, path: Path, step: int, tensorboard: bool = False) -> None:
         self.board = _board(path.parent / "tensorboard", step) if tensorboard else None
-        kept = [entry for entry in read(path) if entry.get("step", 0) <= step] if step else []
+        kept = [entry for entry in read(path) if _done(entry) <= step] if step else []
         temporary = path.with_name(f".{path.name}")
-        temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        temporary.write_text("".join(json.dumps(_plain(entry)) + "\n" for entry in kept))
         temporary.replace(path)
         self.file = path.open("a")
 
     def write(self, event: str, **values: Any) -> None:
         """Add an event."""
-        self.file.write(json.dumps({"event": event, **values}) + "\n")
+        self.file.write(json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n")
         self.file.flush()
         if self.board is not None and event in ("step", "eval"):
             for name, value in values.items():
@@ -48,6 +50,20 @@ class Log:
         self.file.close()
         if self.board is not None:
             self.board.close()
+
+
+def _done(entry: dict[str, Any]) -> int:
+    """How many steps are done after an event; that of a skipped step bears its number, from 0."""
+    return int(entry.get("step", 0)) + (entry.get("event") == "skipped")
+
+
+def _plain(value: Any) -> Any:
+    """The same, with null for what is no number, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _board(folder: Path, step: int) -> Any:
@@ -85,6 +101,7 @@ class Display:
         live = self.console.is_terminal and not quiet
         self.live = Live(console=self.console, refresh_per_second=4) if live else None
         self.values: dict[str, Any] = {}
+        self.skips = 0
         self.losses: deque[float] = deque(maxlen=4096)
         self.began = time.monotonic()
         self.last_line = 0.0
@@ -110,13 +127,23 @@ class Display:
     def step(self, **values: Any) -> None:
         """New figures of training."""
         self.values |= values
-        self.losses.append(values["loss"])
+        if math.isfinite(values["loss"]):
+            self.losses.append(values["loss"])
         now = time.monotonic()
         if self.live:
             self.live.update(self._panel())
         elif now - self.last_line >= PLAIN_SECONDS or values["step"] == self.steps:
             self.last_line = now
             self.say(self._line())
+
+    def skipped(self, text: str) -> None:
+        """A step that was left out; the first few are told in full."""
+        self.skips += 1
+        if self.skips <= SAID_SKIPS:
+            more = (
+                "; more of them are counted, log.jsonl has all" if self.skips == SAID_SKIPS else ""
+            )
+            self.say(f"skipped {text}{more}")
 
     def evaluated(self, text: str) -> None:
         """Figures of an evaluation."""
@@ -134,9 +161,10 @@ class Display:
     def _line(self) -> str:
         v = self.values
         memory = f", {v['memory_mb']:.0f} MB" if v.get("memory_mb") else ""
+        skips = f", {self.skips} skipped" if self.skips else ""
         return (
             f"step {v['step']}/{self.steps}, epoch {v['epoch']:.2f}, loss {v['loss']:.4f}, lr {v['lr']:.2e}, "
-            f"{v['images_per_s']:.0f} images/s, waiting for data {v['data_wait']:.0%}{memory}, "
+            f"{v['images_per_s']:.0f} images/s, waiting for data {v['data_wait']:.0%}{memory}{skips}, "
             f"{self._left()} left"
         )
 
@@ -156,6 +184,7 @@ class Display:
             f"{v['images_per_s']:.0f} images/s",
             f"waiting for data {v['data_wait']:.0%}",
             f"{v['memory_mb']:.0f} MB" if v.get("memory_mb") else "",
+            f"{self.skips} skipped" if self.skips else "",
         )
         lines: list[RenderableType] = [Text(self.title, style="bold"), table, figures]
         lines.append(Text(sparkline(self.losses)))

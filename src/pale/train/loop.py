@@ -23,14 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import weights as weight_files
 from ..data.draws import number
-from ..data.labelled import batches, make_loader
+from ..data.labelled import Ahead, batches, make_loader
 from ..data.on_device import Planned
 from ..data.stream import Stream, StreamSampler
 from ..recipes.schema import Recipe, text
-from . import checkpoint, report, sharded
-from .distributed import World
+from . import checkpoint, log, report, sharded
+from .distributed import AgreedError, World
 from .drop_path import DropPaths
-from .environment import environment
+from .environment import environment, peak_memory_mb
 from .evaluate import Evaluation, autocast, to_device
 from .graphed import GraphedStep, record_part
 from .guard import LAG, Average, Guard, Seen, Statistics
@@ -90,6 +90,7 @@ class Trainer:
         self.sampler = StreamSampler(
             self.stream, 0, world.rank, world.size, recipe.accumulate
         )  # checks that the batch can be shared out
+        recipe.require_share(world.size)
         self.dtype = _dtype(recipe.precision, world.device)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
         self.sharded = recipe.parallel == "fsdp" and world.size > 1
@@ -116,6 +117,7 @@ class Trainer:
         self.step, self.evaluated, self.best, self.skipped = 0, 0, -math.inf, 0
         self.figures: dict[str, float] = {}
         self.events: Log | None = None
+        self.display: Display | None = None
         self.evaluation = Evaluation(
             self.task, world, max(piece, 1), recipe.workers, even=self.sharded
         )
@@ -161,6 +163,13 @@ class Trainer:
         self.scaler.load_state_dict(state["scaler"])
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.best, self.figures = state["best"], state["figures"]
+        for name, own in {"batch": self.recipe.batch, "seed": self.recipe.seed}.items():
+            if (saved := state.get(name, own)) != own:
+                raise ValueError(
+                    f"{name} says which samples a step sees and cannot change when a run goes on, got {own}, {path} "
+                    f"has {saved}; leave it, or begin a new run with the weights of this one: pale train --config "
+                    f"{self.run}/recipe.yaml --output DIR --model.weights {self.run} --{name} {own}"
+                )
         if self.step > self.stream.steps:
             raise ValueError(
                 f"{path} has done {self.step} steps, the recipe asks for {self.stream.steps}; "
@@ -172,6 +181,8 @@ class Trainer:
         self.settle()
         state = {
             "step": self.step,
+            "batch": self.recipe.batch,
+            "seed": self.recipe.seed,
             "evaluated": self.evaluated,
             "best": self.best,
             "figures": self.figures,
@@ -315,6 +326,8 @@ class Trainer:
         self.skipped += 1
         if self.recipe.on_nonfinite == "skip" and self.skipped < SKIPS_IN_A_ROW:
             self.log("skipped", step=seen.step, message=message)
+            if self.display:
+                self.display.skipped(message)
             return
         self._zero_grad()
         self.step = seen.step  # where the weights still are
@@ -326,6 +339,21 @@ class Trainer:
             "--precision bf16 or fp32, or pass over such steps: "
             f"pale train --resume {self.run} --on_nonfinite skip"
         )
+
+    def _require_sound(self, began: int) -> None:
+        """What ends in a row of skipped steps, or all of whose steps were skipped, or without numbers, is no result."""
+        self.settle()
+        way_out = f"lower optim.lr or set --precision bf16 or fp32: pale train --resume {self.run} --optim.lr VALUE"
+        row = self.skipped
+        if row and (row > 1 or row == self.step - began):
+            self.step -= row  # where the weights still are
+            self.save()
+            raise NonFiniteError(
+                f"the run ends with skipped steps, {self.step} to {self.step + row - 1}, whose loss or gradient is no "
+                f"number; the weights before them are saved, log.jsonl names samples; {way_out}"
+            )
+        if self.world.any(not all(sharded.is_finite(model) for model in self.models.values()))[0]:
+            raise NonFiniteError(f"the last step made weights that are no numbers; {way_out}")
 
     def log(self, event: str, **values: Any) -> None:
         """Write an event to the run's log, on the main process."""
@@ -339,9 +367,10 @@ class Trainer:
         pin = world.device.type == "cuda"
         loader = make_loader(self.data, self.sampler, self.task.collate, recipe.workers, pin)
         title = f"{recipe.name} in {self.run}"
-        display = Display(title, steps, self.step, quiet or not world.main)
+        self.display = display = Display(title, steps, self.step, quiet or not world.main)
+        path = self.run / "log.jsonl"
         if world.main:
-            self.events = Log(self.run / "log.jsonl", self.step, recipe.tensorboard)
+            self.events = Log(path, self.step, recipe.tensorboard)
         try:
             with Stopper() as stopper, display:
                 self.log("start", step=self.step, steps=steps, **environment(world))
@@ -351,7 +380,7 @@ class Trainer:
                 for note in getattr(self.task, "notes", ()):
                     self.log("note", step=self.step, text=note)
                     display.say(note)
-                stopped = self._loop(batches(loader), stopper, display)
+                stopped = self._loop(Ahead(batches(loader)), stopper, display)
                 if stopped:
                     self.save()
                     self.log("stop", step=self.step, signal=stopped)
@@ -363,14 +392,20 @@ class Trainer:
                 self.log("end", step=self.step, **self.figures)
                 display.say(f"done: {self.run / 'weights.safetensors'}")
                 if world.main:
+                    if skipped := [e for e in log.read(path) if e["event"] == "skipped"]:
+                        display.say(
+                            f"{len(skipped)} steps were skipped, as loss or gradient was no number: {path} names them"
+                        )
                     display.say(f"report: {report.write(self.run)}")
                 return Outcome(self.step, steps, self.figures)
         except ValueError as error:  # of the data, so between two steps
-            if self.sharded or not world.main:  # the others, inside a step, cannot join in saving
-                raise ValueError(f"{error}; go on with: pale train --resume {self.run}") from None
-            self.save()
+            saved = "from the last checkpoint"
+            # The others may be inside a step, and then cannot join in writing shards.
+            if isinstance(error, AgreedError) or (world.main and not self.sharded):
+                self.save()
+                saved = f"step {self.step} is saved"
             raise ValueError(
-                f"{error}; step {self.step} is saved, go on with: pale train --resume {self.run}"
+                f"{error}; {saved}, go on with: pale train --resume {self.run}"
             ) from None
         finally:
             if self.events:
@@ -393,17 +428,31 @@ class Trainer:
             f"{self.dtype or torch.float32} on {self.world.device.type}{how}".replace("torch.", "")
         )
 
-    def _loop(self, iterator: Iterator[Any], stopper: Stopper, display: Display) -> int | None:
+    def _agree(self, iterator: Ahead, *flags: bool) -> list[bool]:
+        """For each flag, whether it is set on any process, in the one exchange of a step.
+
+        Several processes have the next step's batches by then: where one cannot read its own, all stop here.
+        """
+        several = self.world.size > 1 and self.step < self.stream.steps
+        error = iterator.fetch(self.recipe.accumulate) if several else None
+        failed, *any_ = self.world.any(error is not None, *flags)
+        if failed:
+            self.world.agree(error)
+        return any_
+
+    def _loop(self, iterator: Ahead, stopper: Stopper, display: Display) -> int | None:
         """Steps until the end (None) or a signal (its number)."""
-        recipe, steps = self.recipe, self.stream.steps
+        recipe, steps, first = self.recipe, self.stream.steps, self.step
         saved = logged = time.monotonic()
         logged_step, waited = self.step, 0.0
         if self.step == steps and self.evaluated < steps:  # stopped between the two
             self.evaluate(display)
             self.save()
+        self._agree(iterator)
         while self.step < steps:
             done = self.make_step(iterator)
-            waited += done["waited"]
+            waited += done["waited"] + iterator.waited
+            iterator.waited = 0.0
             if self.step % recipe.log_every == 0 or self.step in (1, steps):
                 self.settle()
                 now = time.monotonic()
@@ -412,14 +461,17 @@ class Trainer:
                 self.log("step", **values)
                 display.step(**values)
             epoch = self.stream.epoch(self.step)
+            if self.step == steps:
+                self._require_sound(first)
             if self.step == steps or (
                 self.stream.ends_epoch(self.step) and epoch % recipe.eval_every == 0
             ):
                 self.evaluate(display)
                 logged = time.monotonic()
-            asked = self.world.any(stopper.asked is not None)[0]
             due = recipe.saving.every_steps and self.step % recipe.saving.every_steps == 0
             late = time.monotonic() - saved >= 60 * recipe.saving.every_minutes
+            # Clocks differ, and all must write their shards at the same step.
+            asked, late = self._agree(iterator, stopper.asked is not None, late)
             if self.step == steps or (not asked and (due or late)):
                 self.save()
                 saved = time.monotonic()
@@ -430,7 +482,6 @@ class Trainer:
     def _figures(
         self, done: dict[str, Any], steps: int, seconds: float, waited: float
     ) -> dict[str, Any]:
-        cuda = self.world.device.type == "cuda"
         return {
             "step": self.step,
             "epoch": self.step * self.recipe.batch / self.stream.samples,
@@ -439,7 +490,7 @@ class Trainer:
             "grad_norm": float(done["grad_norm"]),
             "images_per_s": steps * self.recipe.batch / max(seconds, 1e-9),
             "data_wait": min(1.0, waited / max(seconds, 1e-9)),
-            "memory_mb": torch.cuda.max_memory_allocated() / 2**20 if cuda else None,
+            "memory_mb": peak_memory_mb(self.world.device),
         }
 
 

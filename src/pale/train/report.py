@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -71,19 +72,28 @@ def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == kind]
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def _result(recipe: Recipe, events: list[dict[str, Any]]) -> str:
     evaluations, steps = _of(events, "eval"), _of(events, "step")
     start = _of(events, "start")
-    done = f"{steps[-1]['step'] if steps else 0} of {start[0]['steps'] if start else '?'} steps"
+    done = f"{steps[-1]['step'] if steps else 0} of {start[-1]['steps'] if start else '?'} steps"
     rows = [f"<tr><td>done<td>{done}<td>"]
+    if skipped := _of(events, "skipped"):
+        note = "loss or gradient was no number; log.jsonl names the samples"
+        rows.append(f"<tr><td>skipped<td>{len(skipped)} steps<td>{note}")
     reported = recipe.reported.plain() if recipe.reported else {}
     for name, value in (evaluations[-1] if evaluations else {}).items():
         if name not in ("event", "step", "epoch"):
             paper = reported.get(name)
-            best = max(e[name] for e in evaluations) if name in SCORES else None
+            known = [e[name] for e in evaluations if _is_number(e[name])]
+            best = max(known) if known and name in SCORES else None
             note = "" if best is None else f"best {best:.2f}"
             note += "" if paper is None else f", the paper {paper:g}"
-            rows.append(f"<tr><td>{escape(name)}<td>{value:.4g}<td>{note}")
+            told = f"{value:.4g}" if _is_number(value) else "no number"
+            rows.append(f"<tr><td>{escape(name)}<td>{told}<td>{note}")
     if not evaluations:
         rows.append("<tr><td>not evaluated yet<td><td>")
     return f"<h2>Result</h2><table>{''.join(rows)}</table>"
@@ -101,6 +111,7 @@ def _curves(events: list[dict[str, Any]]) -> str:
         ("images/s", [(e["step"], e["images_per_s"]) for e in steps]),
         ("share of time waiting for data", [(e["step"], e["data_wait"]) for e in steps]),
     ]
+    drawn = [(name, [p for p in points if _is_number(p[1])]) for name, points in drawn]
     figures = "".join(curve(name, points) for name, points in drawn if points)
     return f"<h2>Curves</h2><div class=grid>{figures}</div>" if figures else ""
 

@@ -169,6 +169,12 @@ def restore(
     return state
 
 
+def is_finite(model: nn.Module) -> bool:
+    """Whether all that this process holds of a model are numbers."""
+    values = [v.to_local() if isinstance(v, DTensor) else v for v in model.state_dict().values()]
+    return all(bool(v.isfinite().all()) for v in values if v.is_floating_point())
+
+
 def _require_same(path: Path, saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
     """Moments are found by their place in the groups."""
     there, here = (sum(len(group["params"]) for group in groups) for groups in (saved, own))
