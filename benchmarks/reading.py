@@ -72,6 +72,7 @@ def in_memory(args: argparse.Namespace) -> dict:
     recipe = get("imagenet.pale_t").override(
         {
             "data.root": str(args.out / "photos"),
+            "data.on_device": "nothing",
             "batch": str(args.batch),
             "steps": str(args.steps),
             "warmup_steps": "5",

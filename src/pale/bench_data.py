@@ -28,7 +28,7 @@ def measure(recipe: Recipe, seconds: float) -> dict[str, Any]:
     began, images, waits = time.perf_counter(), 0, 2 * workers + 1
     for count, batch in enumerate(batches(loader), start=1):
         if "plan" in batch:  # the pictures are on the device, and images are made there
-            task.prepare(to_device(batch, device), count)
+            task.prepare(to_device(task.fetched(batch, device), device), count)
             if cuda:
                 torch.cuda.synchronize()
         now = time.perf_counter()

@@ -158,7 +158,6 @@ def add_commands(commands: Any, benches: Any, add: Callable[[Any, str, Run, str]
     check.add_argument(
         "--splits",
         nargs="+",
-        default=["train", "val"],
         metavar="NAME",
         help="folders, shards or list files to look into",
     )

@@ -173,6 +173,16 @@ def test_shards_and_list_files_are_checked_as_folders_are(good, kind, capsys):
     assert f"a.png written: all classes of {splits[0]}" in capsys.readouterr().out
 
 
+def test_folders_go_before_shards_beside_them(good):
+    assert main(["data", "pack", str(good), str(good)]) == 0
+    (good / "val-000000.tar").unlink()
+    truncate(good)
+    report = check(good, workers=1)
+    assert list(report.counts) == ["train", "val"]
+    assert [problem.kind for problem in report.problems] == ["unreadable"]
+    sheet(good, "train", good / "a.png")
+
+
 def test_a_sheet_of_many_classes_says_that_it_shows_some(good):
     assert sheet(good, "train", good / "a.png", rows=1) == "the first 1 of 2 classes"
 

@@ -235,6 +235,16 @@ def test_ambiguous_files_are_errors_that_name_the_entry(tmp_path, change, messag
         coco(root)
 
 
+def test_sizes_may_be_words_and_keys_of_others_are_theirs(tmp_path):
+    def change(content):
+        for entry in content["images"]:
+            entry |= {"width": str(entry["width"]), "height": float(entry["height"])}
+        content["annotations"][0]["width"] = "broad"
+
+    plain, root = write_coco(tmp_path / "plain"), spoiled(tmp_path / "words", change)
+    assert [coco(root).size(i) for i in range(3)] == [coco(plain).size(i) for i in range(3)]
+
+
 def test_areas_that_the_json_leaves_out_are_those_of_shape_or_box(tmp_path):
     def change(content):
         for i, entry in enumerate(content["annotations"]):

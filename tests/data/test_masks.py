@@ -225,12 +225,20 @@ def test_a_list_chooses_pairs(pairs):
         find_pairs(pairs / "images", pairs / "masks", pairs / "list.txt")
 
 
-def test_missing_masks_folders_and_pictures_are_said(pairs):
+@pytest.mark.parametrize("names", [None, "list.txt"])
+def test_missing_masks_are_said_or_gathered(pairs, names):
     (pairs / "masks/a.png").unlink()
-    with pytest.raises(
-        ValueError, match=rf"{re.escape(str(pairs / 'images/a.jpg'))} have no mask.*a\.png"
-    ):
-        find_pairs(pairs / "images", pairs / "masks")
+    (pairs / "list.txt").write_text("a\nb\n")
+    words = pairs / "images", pairs / "masks", names and pairs / names
+    lost = str(pairs / "images/a.jpg")
+    with pytest.raises(ValueError, match=rf"{re.escape(lost)} have no mask.*a\.png"):
+        find_pairs(*words)
+    absent: list[str] = []
+    assert find_pairs(*words, absent)[0][0].stem == "b"
+    assert absent == [lost]
+
+
+def test_missing_folders_and_pictures_are_said(pairs):
     with pytest.raises(ValueError, match=r"there is no folder .*where the masks should lie"):
         find_pairs(pairs / "images", pairs / "nowhere")
     (pairs / "empty").mkdir()

@@ -303,18 +303,25 @@ def test_a_batch_of_pixels_alone_needs_no_decoder(mixed):
 def test_by_default_a_gpu_decodes_where_it_can(mixed, monkeypatch):
     def data(augment: Augment, device: str) -> object:
         recipe = get("small_data.pale_nano").override(
-            {"data.root": str(mixed.root), "data.hold_out": "0.5", "data.train": "."}
+            {"data.root": str(mixed.root), "data.hold_out": "0.3", "data.train": "."}
         )
         return vary(recipe, augment=augment).task().train_data(torch.device(device))
 
+    for file in mixed.root.glob("class/[def].*"):  # those that a GPU cannot decode
+        file.rename(file.with_suffix(".aside"))
     assert isinstance(data(Augment(), "cpu"), Labelled)
     if not torch.cuda.is_available():  # torchvision says that it cannot
         assert isinstance(data(Augment(), "cuda"), Labelled)
     monkeypatch.setattr(on_device, "decode_all", lambda files, device: files)
     assert isinstance(data(Augment(), "cuda"), Planned)
-    assert isinstance(
-        data(Augment(auto="augmix-m5-w4-d2"), "cuda"), Labelled
-    )  # workers alone do that
+    augmix = Augment(auto="augmix-m5-w4-d2")  # which workers alone do
+    assert isinstance(data(augmix, "cuda"), Labelled)
+    with monkeypatch.context() as patch:
+        patch.setattr(on_device, "MODERATE", 1000)  # pixels: the pictures are too large
+        assert isinstance(data(Augment(), "cuda"), Labelled)
+    for file in mixed.root.glob("class/*.aside"):
+        file.rename(file.with_suffix(".png" if file.stem == "f" else ".jpg"))
+    assert isinstance(data(Augment(), "cuda"), Labelled)
 
 
 EVERYTHING = Augment(auto="rand-m9-n4-mstd0.5-inc1", erase=0.5, vertical_flip=0.5)

@@ -65,8 +65,10 @@ def test_only_the_newest_are_kept_and_leavings_are_cleared(tmp_path):
     (tmp_path / ".step_00000009.1" / "model.safetensors").touch()
     # A damaged one does not count as kept.
     (tmp_path / "step_00000003" / "trainer.pt").unlink()
-    checkpoint.prune(tmp_path, keep=2)
+    checkpoint.prune(tmp_path, keep=2, step=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000004"]
+    checkpoint.prune(tmp_path, keep=2, step=2)  # the run went back
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
 
 
 def test_full_disk_loses_nothing_and_says_how_to_go_on(tmp_path):

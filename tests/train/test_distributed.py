@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import torchrun, torchrun_failing
+from PIL import Image
 from safetensors.torch import load_file
 
 from pale.data.stream import StreamSampler
@@ -131,6 +132,28 @@ def test_a_picture_that_any_process_cannot_read_loses_nothing(tmp_path, rank, pa
     torchrun("train", "--resume", run)
     starts = [entry for entry in read(run / "log.jsonl") if entry["event"] == "start"]
     assert [start["step"] for start in starts] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_jpeg_damaged_behind_its_head_loses_nothing_where_the_device_decodes(tmp_path):
+    picture_folders(tmp_path / "data")
+    for path in (tmp_path / "data").rglob("*.png"):
+        Image.effect_noise((40, 40), 90).convert("RGB").save(path.with_suffix(".jpg"))
+        path.unlink()
+    settings = tiny(
+        batch=4,
+        mix={"mixup": 0, "cutmix": 0},
+        data={"root": str(tmp_path / "data"), "kind": "folder", "on_device": "decoding"},
+    )
+    trainer = Trainer(settings, tmp_path / "x", ALONE)
+    (_, index) = list(StreamSampler(trainer.stream, 0, 1, 2))[1][0]
+    bad = Path(trainer.task.sample_name(index))
+    bad.write_bytes(bad.read_bytes()[:-150])
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(text(settings))
+    said = torchrun_failing("train", "--config", recipe, "--output", run)
+    assert f"{bad}: cannot be read as an image" in said
+    assert f"step 1 is saved, go on with: pale train --resume {run}" in said
 
 
 @pytest.mark.slow

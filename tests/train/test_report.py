@@ -32,6 +32,13 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
+def test_a_figure_that_an_earlier_evaluation_lacks_is_shown(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    with (tmp_path / "run/log.jsonl").open("a") as file:
+        file.write('{"event": "eval", "step": 9, "epoch": 3, "top1": 50.0, "ap_small": 4.25}\n')
+    assert "ap_small 4.25" in Page(write(tmp_path / "run").read_text()).text
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report") / "run"

@@ -7,7 +7,7 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -138,11 +138,15 @@ def _examine(what: str | tuple[str, int]) -> Facts:
     return examine(partial(_reading[split].image, index))
 
 
-def present(root: Path, splits: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the splits that are there: folders, else shards, else list files."""
-    for kind in (Path.is_dir, _is_packed, Path.is_file):
+def present(root: Path, splits: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Source]]:
+    """Those of the splits that are there as folders, else as shards, else as list files, and what reads the latter."""
+    for kind, made in KINDS:
         if found := tuple(split for split in splits if kind(root / split)):
-            return found
+            sources: dict[str, Source] = {}
+            for split in found if made else ():
+                classes = next(iter(sources.values())).classes if sources else None
+                sources[split] = made(root, split, classes)
+            return found, sources
     raise ValueError(
         f"{root} holds no train and no val folder, and no shards of them; name the splits, which may be list files: "
         "--splits A B"
@@ -153,16 +157,16 @@ def _is_packed(path: Path) -> bool:
     return any(path.parent.glob(f"{path.name}-*.tar"))
 
 
-def _sources(root: Path, splits: tuple[str, ...]) -> dict[str, Source]:
-    """Shards or list files, by split; none for folders."""
-    sources: dict[str, Source] = {}
-    for split in splits:
-        classes = next(iter(sources.values())).classes if sources else None
-        if _is_packed(root / split):
-            sources[split] = Shards(root, split, classes)
-        elif (root / split).is_file():
-            sources[split] = list_file(root / split, root, classes)
-    return sources
+def _list(root: Path, split: str, classes: Sequence[str] | None) -> Source:
+    return list_file(root / split, root, classes)
+
+
+# What a split may be, and what reads it; folders are read file by file, whatever lies in them.
+KINDS: tuple[tuple[Callable[[Path], bool], Any], ...] = (
+    (Path.is_dir, None),
+    (_is_packed, Shards),
+    (Path.is_file, _list),
+)
 
 
 def _listed(root: Path, sources: dict[str, Source]) -> list[File]:
@@ -186,8 +190,7 @@ def check(
     """Read every picture of `root/<split>/<class>/`, of shards or of list files, and report what is odd."""
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; expected are {root}/train/<class>/<picture>")
-    splits = present(root, splits)
-    sources = _sources(root, splits)
+    splits, sources = present(root, splits)
     report = Report()
     files = _listed(root, sources) if sources else list(_files(root, splits))
     pictures = [file for file in files if file[3] == "picture"]
@@ -311,7 +314,7 @@ def _odd(readable: list[Any], files: list[Any]) -> Iterator[Problem]:
 
 def _readers(root: Path, split: str) -> dict[str, list[Callable[[], Image.Image]]]:
     """What reads the pictures of each class."""
-    if (source := _sources(root, (split,)).get(split)) is not None:
+    if (source := present(root, (split,))[1].get(split)) is not None:
         found: dict[str, list[Callable[[], Image.Image]]] = {name: [] for name in source.classes}
         for i, label in enumerate(source.labels):
             found[source.classes[label]].append(partial(source.image, i))

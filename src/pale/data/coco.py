@@ -41,22 +41,26 @@ def read_json(path: Path) -> dict[str, Any]:
                 f"{path} has no list of {part!r}; COCO's json holds images, annotations and categories"
             )
         for place, entry in enumerate(content[part]):
-            if (reason := _entry_problem(entry)) is not None:
+            if (reason := _entry_problem(entry, part == "images")) is not None:
                 raise ValueError(f"{path}: entry {place} of {part} {reason}; repair or remove it")
     return content
 
 
-def _entry_problem(entry: Any) -> str | None:
-    """What no reader could make sense of; a size of 0 or null is one that is not known."""
+def _entry_problem(entry: Any, image: bool) -> str | None:
+    """What no reader could make sense of; a size becomes a number, 0 where it is not known."""
     if not isinstance(entry, dict):
         return f"is {str(entry)[:40]!r}, not an object {{...}}"
     for key in ("id", "image_id", "category_id"):
         if isinstance(entry.get(key), list | dict):
             return f"has the {key} {str(entry[key])[:40]}, not a number"
-    for key in ("width", "height"):
-        value = entry.get(key) or 0
-        if not isinstance(value, int | float) or not 0 <= value < 1e7:
-            return f"has the {key} {str(value)[:40]!r}, not a number of pixels"
+    for key in ("width", "height") if image else ():
+        try:
+            pixels = int(entry.get(key) or 0)
+        except (TypeError, ValueError, OverflowError):
+            pixels = -1
+        if not 0 <= pixels < 1e7:
+            return f"has the {key} {str(entry[key])[:40]!r}, not a number of pixels"
+        entry[key] = pixels
     return None
 
 

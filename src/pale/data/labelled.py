@@ -125,11 +125,12 @@ def make_loader(
         data: what the keys mean.
         sampler: lists of keys, with a length.
         collate_fn: makes a batch of samples.
-        workers: at most; never more than cores or batches.
+        workers: at most; never more than this process's share of the cores, or batches.
         pin: put batches where a GPU can fetch them while it computes.
         persistent: keep the workers from one pass over the data to the next.
     """
-    count = min(workers, cores(), len(sampler))  # type: ignore[arg-type]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes on this machine, by torchrun
+    count = min(workers, max(1, cores() // here), len(sampler))  # type: ignore[arg-type]
     return DataLoader(
         data,
         batch_sampler=sampler,
@@ -168,25 +169,35 @@ def _end_workers() -> None:
 
 
 class Ahead(Iterator[Any]):
-    """Batches, some of which may be fetched before they are asked for; then an error of them is known before."""
+    """Batches, some of which may be fetched before they are asked for; then an error of them is known before.
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self.batches, self.ready = batches, deque[Any]()
-        self.waited = 0.0  # seconds, in `fetch`
+    Args:
+        batches: as they come.
+        made: what is made of one, which may fail too.
+    """
+
+    def __init__(self, batches: Iterator[Any], made: Callable[[Any], Any]) -> None:
+        self.batches, self.made, self.ready = batches, made, deque[Any]()
+        self.waited = 0.0  # seconds, for `batches`
 
     def __next__(self) -> Any:
-        return self.ready.popleft() if self.ready else next(self.batches)
+        return self.ready.popleft() if self.ready else self._one()
+
+    def _one(self) -> Any:
+        began = time.perf_counter()
+        try:
+            batch = next(self.batches)
+        finally:
+            self.waited += time.perf_counter() - began
+        return self.made(batch)
 
     def fetch(self, count: int) -> ValueError | None:
         """Have `count` batches ready, or give the error that is in the way."""
-        began = time.perf_counter()
         try:
             while len(self.ready) < count:
-                self.ready.append(next(self.batches))
+                self.ready.append(self._one())
         except ValueError as error:
             return error
-        finally:
-            self.waited += time.perf_counter() - began
         return None
 
 
@@ -202,7 +213,7 @@ def batches(loader: DataLoader[Any]) -> Iterator[Any]:
             _workers.update(iterator._workers)
         yield from iterator
     except (ValueError, OSError) as error:
-        last = str(error).strip().splitlines()[-1]
+        last = (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise ValueError(last.rpartition("UnreadableImageError: ")[2]) from None
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):

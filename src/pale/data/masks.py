@@ -353,8 +353,10 @@ def find_pairs(
         lines = [line.split() for line in _text(names).splitlines()]
         wanted = [words[0] for words in lines if words and not words[0].startswith("#")]
         wanted = [word if word in pictures else os.path.splitext(word)[0] for word in wanted]
-        if absent := [word for word in wanted if word not in pictures]:
-            raise ValueError(f"{names} lists {absent[0]}, but there is no such picture in {images}")
+        if unknown := [word for word in wanted if word not in pictures]:
+            raise ValueError(
+                f"{names} lists {unknown[0]}, but there is no such picture in {images}"
+            )
     if not wanted:
         raise ValueError(f"there are no pictures in {images} ({', '.join(SUFFIXES)})")
     missing = [word for word in wanted if word not in labels]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.io import ImageReadMode, decode_jpeg
 
+from ..ops.kernels import AVAILABLE
 from ..progress import Track, silent
 from .draws import number, seeded
 from .images import MOST_PIXELS, Source
@@ -29,6 +30,10 @@ from .plans import Planner, Sketch, gather
 from .stream import Key
 from .transforms import to_tensor
 
+SAMPLED = 50  # files that are looked at before a device decodes
+MODERATE = (
+    2**20
+)  # pixels of a picture, in the mean: 6 MB while it is decoded, beside some 50 of a training step
 MOST_BYTES = 32 * 2**30  # of pictures: more than any small set has, and less than large GPUs do
 
 
@@ -141,17 +146,27 @@ def decode_all(files: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def decodes(source: Source, device: torch.device) -> bool:
-    """Whether the device decodes such files: a GPU, torchvision with nvJPEG, and the first file a JPEG."""
-    if device.type != "cuda":
+    """Whether such files are best decoded by the device.
+
+    It must be a GPU with nvJPEG and our kernels, and of files from all over the source nearly all plain JPEGs, of a
+    moderate size: a GPU decodes whole pictures, where a worker hands on a small crop.
+    """
+    if device.type != "cuda" or not AVAILABLE:
+        return False
+    looked = sorted({i * len(source) // SAMPLED for i in range(SAMPLED)})
+    files, pixels = [], 0
+    for i in looked:
+        try:
+            content, (height, width) = encoded(source, i)
+        except (OSError, ValueError):  # what is wrong with it is said when it is read
+            continue
+        pixels += height * width
+        files += [content] if content.ndim == 1 else []
+    if len(files) < 0.9 * len(looked) or pixels > MODERATE * len(looked):
         return False
     try:
-        content, _ = encoded(source, 0)
-        return content.ndim == 1 and len(decode_all([content], device)) == 1
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ):  # what is wrong with the file is said when it is read
+        return len(decode_all(files[:1], device)) == 1
+    except RuntimeError:
         return False
 
 

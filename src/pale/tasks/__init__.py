@@ -50,6 +50,9 @@ class Task(Protocol):
     def collate(self, samples: list[Any]) -> Any:
         """A batch on the CPU: a dict of tensors and whatever else, with "keys" (b, 2) among them."""
 
+    def fetched(self, batch: Any, device: torch.device) -> Any:
+        """What can be made of a training batch, and can fail, before a step begins."""
+
     def prepare(self, batch: Any, step: int | None) -> Any:
         """On the device: normalise, and mix when `step` is given; draws depend on (seed, step) alone."""
 

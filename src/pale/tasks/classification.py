@@ -272,6 +272,18 @@ class ClassificationTask:
         planned = isinstance(samples[0][0], Sketch)
         return on_device.collate(samples) if planned else collate(samples)
 
+    def fetched(self, batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """A batch with its files decoded, so that what is wrong with one is known before a step begins."""
+        if "files" not in batch:
+            return batch
+        source, samples = self.train_source, batch["keys"][:, 1].tolist()
+        assert source is not None
+        files: on_device.Encoded = batch["files"]
+        pixels = files.decode(device, lambda i: to_tensor(source.image(samples[i])))
+        return {name: value for name, value in batch.items() if name != "files"} | {
+            "pixels": pixels
+        }
+
     def prepare(self, batch: dict[str, Any], step: int | None) -> dict[str, Any]:
         """Normalised images; in training mixed, with soft labels as "targets".
 
@@ -279,8 +291,9 @@ class ClassificationTask:
         tokens are mixed likewise, as "token_targets"; the reference puts the outputs back in place of that,
         which is the same sum.
         """
-        if "plan" in batch:
-            batch["images"] = show(self._pixels(batch), batch.pop("plan"), self.data.size)
+        if (plan := batch.pop("plan", None)) is not None:
+            pixels = batch.pop("pixels", None) or self._kept(plan.ints.device)
+            batch["images"] = show(pixels, plan, self.data.size)
         images = normalise(batch["images"])
         if step is None:
             return batch | {"images": images}
@@ -289,15 +302,9 @@ class ClassificationTask:
         images, targets = self.mixer(images, batch["labels"], step)
         return batch | {"images": images, "targets": targets}
 
-    def _pixels(self, batch: dict[str, Any]) -> on_device.Pixels:
-        """The pictures of which a batch's plan speaks, on its device."""
-        device, source = batch["plan"].ints.device, self.train_source
-        if self.pictures is not None:
-            return self.pictures.on(device)
-        assert source is not None
-        samples = batch["keys"][:, 1].tolist()
-        files: on_device.Encoded = batch.pop("files")
-        return files.decode(device, lambda i: to_tensor(source.image(samples[i])))
+    def _kept(self, device: torch.device) -> on_device.Pixels:
+        assert self.pictures is not None
+        return self.pictures.on(device)
 
     def _prepare_tokens(self, batch: dict[str, Any], step: int) -> dict[str, Any]:
         assert self.token_mix is not None

@@ -142,9 +142,10 @@ def load_trainer(path: Path, device: torch.device) -> dict[str, Any]:
     return torch.load(path / "trainer.pt", map_location=device, weights_only=True)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` good ones, and what broken-off writes have left."""
-    good = [path for path in _all(folder) if is_good(path, sums=False)]
+def prune(folder: Path, keep: int, step: int) -> None:
+    """Delete all but the newest `keep` good ones up to `step`, and what broken-off writes have left."""
+    here = [path for path in _all(folder) if int(path.name.removeprefix("step_")) <= step]
+    good = [path for path in here if is_good(path, sums=False)]
     for path in [p for p in _all(folder) if p not in good[:keep]]:
         _remove(path)
     for path in folder.glob(".step_*"):

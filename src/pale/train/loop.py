@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,8 @@ class Trainer:
                 raise ValueError(
                     f"{name} says which samples a step sees and cannot change when a run goes on, got {own}, {path} "
                     f"has {saved}; leave it, or begin a new run with the weights of this one: pale train --config "
-                    f"{self.run}/recipe.yaml --output DIR --model.weights {self.run} --{name} {own}"
+                    f"{self.run}/recipe.yaml --output DIR --model.weights {self.run} --model.new_head false "
+                    f"--{name} {own}"
                 )
         if self.step > self.stream.steps:
             raise ValueError(
@@ -196,7 +198,7 @@ class Trainer:
             state["optimizer"] = self.optimizer.state_dict()
             checkpoint.save(folder, self.step, models, state, self._about())
         if self.world.main:
-            checkpoint.prune(folder, self.recipe.saving.keep)
+            checkpoint.prune(folder, self.recipe.saving.keep, self.step)
 
     def _about(self) -> dict[str, Any]:
         return {
@@ -234,11 +236,9 @@ class Trainer:
         recipe, world = self.recipe, self.world
         self.schedule.step_update(self.step)
         self.statistics.keep()
-        losses, keys, waited = [], [], 0.0
+        losses, keys = [], []
         for i, positions in enumerate(self.sampler.positions):
-            began = time.perf_counter()
             batch = next(iterator)
-            waited += time.perf_counter() - began
             keys.append(batch["keys"])
             torch.manual_seed(number(recipe.seed, self.step, world.rank * recipe.accumulate + i))
             self.drop_paths.draw(self.step, positions)
@@ -256,7 +256,7 @@ class Trainer:
         self._zero_grad()
         self.step += 1
         self.settle(LAG)
-        return {"loss": loss, "grad_norm": norm, "waited": waited}
+        return {"loss": loss, "grad_norm": norm}
 
     def _compute(self, batch: dict[str, Any]) -> Tensor:
         """The loss of a prepared batch, with its gradients added."""
@@ -380,7 +380,8 @@ class Trainer:
                 for note in getattr(self.task, "notes", ()):
                     self.log("note", step=self.step, text=note)
                     display.say(note)
-                stopped = self._loop(Ahead(batches(loader)), stopper, display)
+                made = partial(self.task.fetched, device=world.device)
+                stopped = self._loop(Ahead(batches(loader), made), stopper, display)
                 if stopped:
                     self.save()
                     self.log("stop", step=self.step, signal=stopped)
@@ -399,7 +400,8 @@ class Trainer:
                     display.say(f"report: {report.write(self.run)}")
                 return Outcome(self.step, steps, self.figures)
         except ValueError as error:  # of the data, so between two steps
-            saved = "from the last checkpoint"
+            there = checkpoint.newest(self.checkpoints) is not None
+            saved = "from the last checkpoint" if there else "there is no checkpoint yet"
             # The others may be inside a step, and then cannot join in writing shards.
             if isinstance(error, AgreedError) or (world.main and not self.sharded):
                 self.save()
@@ -431,9 +433,9 @@ class Trainer:
     def _agree(self, iterator: Ahead, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any process, in the one exchange of a step.
 
-        Several processes have the next step's batches by then: where one cannot read its own, all stop here.
+        Several processes, or pieces of a batch, have the next step's by then: where one cannot be read, all stop here.
         """
-        several = self.world.size > 1 and self.step < self.stream.steps
+        several = self.world.size * self.recipe.accumulate > 1 and self.step < self.stream.steps
         error = iterator.fetch(self.recipe.accumulate) if several else None
         failed, *any_ = self.world.any(error is not None, *flags)
         if failed:
@@ -444,20 +446,18 @@ class Trainer:
         """Steps until the end (None) or a signal (its number)."""
         recipe, steps, first = self.recipe, self.stream.steps, self.step
         saved = logged = time.monotonic()
-        logged_step, waited = self.step, 0.0
+        logged_step = self.step
         if self.step == steps and self.evaluated < steps:  # stopped between the two
             self.evaluate(display)
             self.save()
         self._agree(iterator)
         while self.step < steps:
             done = self.make_step(iterator)
-            waited += done["waited"] + iterator.waited
-            iterator.waited = 0.0
             if self.step % recipe.log_every == 0 or self.step in (1, steps):
                 self.settle()
                 now = time.monotonic()
-                values = self._figures(done, self.step - logged_step, now - logged, waited)
-                logged, logged_step, waited = now, self.step, 0.0
+                values = self._figures(done, self.step - logged_step, now - logged, iterator.waited)
+                logged, logged_step, iterator.waited = now, self.step, 0.0
                 self.log("step", **values)
                 display.step(**values)
             epoch = self.stream.epoch(self.step)

@@ -88,7 +88,7 @@ def _result(recipe: Recipe, events: list[dict[str, Any]]) -> str:
     for name, value in (evaluations[-1] if evaluations else {}).items():
         if name not in ("event", "step", "epoch"):
             paper = reported.get(name)
-            known = [e[name] for e in evaluations if _is_number(e[name])]
+            known = [e[name] for e in evaluations if _is_number(e.get(name))]
             best = max(known) if known and name in SCORES else None
             note = "" if best is None else f"best {best:.2f}"
             note += "" if paper is None else f", the paper {paper:g}"

@@ -274,6 +274,10 @@ class DetectionTask:
         """Padded images, objects, keys."""
         return collate(samples)
 
+    def fetched(self, batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """As it is."""
+        return batch
+
     def prepare(self, batch: dict[str, Any], step: int | None) -> dict[str, Any]:
         """Normalised images, zero where they are padded; in training the targets of each."""
         images = batch["images"]

@@ -267,6 +267,10 @@ class SegmentationTask:
         """Images, masks, distortions, keys."""
         return collate(samples)
 
+    def fetched(self, batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """As it is."""
+        return batch
+
     def prepare(self, batch: dict[str, Any], step: int | None) -> dict[str, Any]:
         """In training: distorted, normalised images and the channels to keep."""
         if step is None:
