@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import FeaturePyramidNetwork
@@ -25,7 +26,8 @@ class EverySecond(ExtraFPNBlock):  # type: ignore[misc]
         self, results: list[Tensor], x: list[Tensor], names: list[str]
     ) -> tuple[list[Tensor], list[str]]:
         """One more level: each second pixel of the last."""
-        return [*results, results[-1][..., ::2, ::2]], [*names, "pool"]
+        last = results[-1][..., ::2, ::2].clone(memory_format=torch.contiguous_format)
+        return [*results, last], [*names, "pool"]
 
 
 class FeaturePyramid(nn.Module):
