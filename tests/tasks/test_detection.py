@@ -410,7 +410,7 @@ SCENES = {
         "schedule": "linear",
     },
     "batch": 16,
-    "steps": 160,
+    "steps": 220,
     "warmup_steps": 15,
 }
 

@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import FeaturePyramidNetwork
-from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelP6P7
+from torchvision.ops.feature_pyramid_network import (
+    ExtraFPNBlock,
+    LastLevelMaxPool,
+    LastLevelP6P7,
+)
 
 from ...layers import LayerNorm2d
 from ..backbones import STRIDES, maps_of
@@ -19,13 +23,15 @@ from ..classification import Model
 Extra = Literal["pool", "p6p7"]
 
 
-class EverySecond(ExtraFPNBlock):  # type: ignore[misc]
-    """torchvision's `LastLevelMaxPool`, whose pooling has torch 2.11 compile anew for odd and even sizes."""
+class EverySecond(LastLevelMaxPool):  # type: ignore[misc]
+    """torchvision's pooling, for which torch 2.11 would compile anew for odd and even sizes."""
 
     def forward(
         self, results: list[Tensor], x: list[Tensor], names: list[str]
     ) -> tuple[list[Tensor], list[str]]:
         """One more level: each second pixel of the last."""
+        if not torch.compiler.is_compiling():
+            return super().forward(results, x, names)
         last = results[-1][..., ::2, ::2].clone(memory_format=torch.contiguous_format)
         return [*results, last], [*names, "pool"]
 
