@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .data.labelled import batches, cores, make_loader
+from .data.labelled import batches, make_loader
 from .data.stream import Stream, StreamSampler
 from .recipes.schema import Recipe
 from .train.evaluate import to_device
@@ -23,8 +23,8 @@ def measure(recipe: Recipe, seconds: float) -> dict[str, Any]:
     data = task.train_data(device)
     samples = len(data)  # type: ignore[arg-type]
     sampler = StreamSampler(Stream(samples, recipe.batch, 10**6, recipe.seed))
-    workers = min(recipe.workers, cores())
-    loader = make_loader(data, sampler, task.collate, workers, cuda)
+    loader = make_loader(data, sampler, task.collate, recipe.workers, cuda)
+    workers = loader.num_workers
     began, images, waits = time.perf_counter(), 0, 2 * workers + 1
     for count, batch in enumerate(batches(loader), start=1):
         if "plan" in batch:  # the pictures are on the device, and images are made there

@@ -31,9 +31,8 @@ from .stream import Key
 from .transforms import to_tensor
 
 SAMPLED = 50  # files that are looked at before a device decodes
-MODERATE = (
-    2**20
-)  # pixels of a picture, in the mean: 6 MB while it is decoded, beside some 50 of a training step
+# Pixels of a picture, in the mean: 6 MB while it is decoded, beside some 50 of a training step.
+MODERATE = 2**20
 MOST_BYTES = 32 * 2**30  # of pictures: more than any small set has, and less than large GPUs do
 
 

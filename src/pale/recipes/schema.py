@@ -91,8 +91,7 @@ class Recipe(Settings):
         compile: torch.compile the model.
         cuda_graph: record a step's forward and backward pass and launch it as one (of a detector: those of backbone
             and pyramid); several processes average their gradients after it. auto: where that is known to work, which
-            is with models of ours in one process; of detectors with `augment.crop`, of segmenters with cross-entropy
-            alone.
+            is with models of ours in one process, of detectors with `augment.crop`.
         ema: decay of the moving average of the weights, which is then what is evaluated and saved.
         on_nonfinite: stop at a loss or gradient that is no number, or skip the step.
         tensorboard: also write the log's figures for TensorBoard, into the run's folder.
