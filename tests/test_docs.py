@@ -1,5 +1,7 @@
 """The documentation is true: the site builds strictly, links lead somewhere, and commands in it can be typed."""
 
+import ast
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -10,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from pale import recipes
-from pale.cli import _parser, parse
-from pale.cli_parser import commands_of, descend, walk
-from pale.cli_train import OVERRIDDEN
-from pale.recipes.schema import KINDS
-from pale.settings import names
+from pale.cli.commands import build_parser
+from pale.cli.main import parse
+from pale.cli.parser import descend, walk
+from pale.core.settings import dotted_names
+from pale.recipes.kinds import KINDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -26,7 +28,8 @@ PAGES = sorted(
         ROOT / "src/pale/ops/pale_attention/README.md",
     ]
 )
-SETTINGS = {name for kind in KINDS.values() for name in names(kind)}
+PARSER = build_parser()
+SETTINGS = {name for kind in KINDS.values() for name in dotted_names(kind)}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -64,8 +67,7 @@ def check_command(words):
     if "$what" in words:  # a shell variable for one of two commands
         return
     args = parse(words)
-    command = " ".join(descend(_parser(), words)[0])
-    if command not in OVERRIDDEN:
+    if args.settings is None:
         return
     name = getattr(args, "recipe", None)
     if name is None or name.isupper():  # a placeholder, or a run whose recipe is anyone's
@@ -90,7 +92,7 @@ def test_the_commands_of_a_script_are_found():
         "pale train quickstart --optim.lrr 1",
         "pale train quickstart --batch many",
         "pale eval RUN --data.rooot x",
-        "pale view pales pale_tiny --picture x.png",
+        "pale view pales pale_tiny --photo x.png",
         "pale data check",
     ],
 )
@@ -107,12 +109,12 @@ def test_fenced_commands_can_be_typed(page):
             check_command(words)
 
 
-@pytest.mark.parametrize("name", [" ".join(path) for path, _ in walk(_parser())])
+@pytest.mark.parametrize("name", [" ".join(path) for path, _ in walk(PARSER)])
 def test_examples_in_the_help_can_be_typed(name):
-    _, parser = descend(_parser(), name.split())
+    _, parser = descend(PARSER, name.split())
     lines = (parser.epilog or "").splitlines()
     examples = [line for line in lines if line.startswith("  ")]
-    assert bool(examples) == ("example" in (parser.epilog or "") or name == "completion")
+    assert bool(examples) == ("Example" in (parser.epilog or "") or name == "completion")
     for words in commands("\n".join(examples)):
         check_command(words)
 
@@ -124,20 +126,20 @@ def test_commands_in_a_sentence_exist_with_their_options(page):
         words = shlex.split(code, comments=True)[1:]
         if not words or not re.fullmatch(r"[a-z][a-z-]*", words[0]):  # `pale COMMAND --help`
             continue
-        if page.name == "CHANGELOG.md":  # tells what was
+        if page.name == "CHANGELOG.md":  # describes earlier versions
             continue
-        path, parser = descend(_parser(), words)
+        path, parser = descend(PARSER, words)
         if path == ["bench"]:  # `pale bench MODEL` is `pale bench models MODEL`
-            path, parser = descend(_parser(), ["bench", "models"])
+            path, parser = descend(PARSER, ["bench", "models"])
         assert path, f"{page.name}: {code}"
         inner = set(words[len(path) : len(path) + 1]) - {"--help"}
-        assert not commands_of(parser) or not inner, f"{page.name}: {code}"
+        assert not parser.commands or not inner, f"{page.name}: {code}"
         for word in words[len(path) :]:
             option = word.partition("=")[0]
             if not re.match(r"--?[a-z]", option) or option == "--help":
                 continue
-            known = option in parser._option_string_actions
-            setting = " ".join(path) in OVERRIDDEN and option.removeprefix("--") in SETTINGS
+            known = option in parser.option_strings
+            setting = parser.settings is not None and option.removeprefix("--") in SETTINGS
             assert known or setting, f"{page.name}: {code} has no {option}"
 
 
@@ -166,6 +168,38 @@ def test_python_of_the_quickstart_runs():
     exec(code.replace("pale_tiny", "pale_nano").replace("200, 333", "72, 90"), scope)
     assert scope["logits"].shape == (2, 10)
     assert [tuple(m.shape[2:]) for m in scope["maps"]] == [(18, 23), (9, 12), (5, 6), (3, 3)]
+
+
+def names_of_pale(code):
+    """Yield (module, name) of what a Python block imports from this package or takes as `pale.name`."""
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.ImportFrom(module=module) if module.split(".")[0] == "pale":
+                yield from ((module, name.name) for name in node.names)
+            case ast.Attribute(value=ast.Name(id="pale")):
+                yield "pale", node.attr
+
+
+@each_page
+def test_names_in_python_blocks_exist(page):
+    for block in fenced(page.read_text(), "python"):
+        for module, name in names_of_pale(block):
+            known = hasattr(importlib.import_module(module), name)
+            assert known or importlib.util.find_spec(f"{module}.{name}"), f"{module}.{name}"
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/training.md", "CONTRIBUTING.md"])
+def test_named_source_files_exist(page):
+    text = (ROOT / page).read_text()
+    for path in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
+        found = (
+            path if path.startswith(("src/", "tests/", "tools/", "docs/")) else f"src/pale/{path}"
+        )
+        assert "NAME" in path or (ROOT / found).is_file(), f"{page}: {path}"
+
+
+def test_the_readme_has_at_most_120_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_figures_are_what_their_script_draws(tmp_path):
@@ -229,9 +263,9 @@ def test_the_site_builds_strictly_and_fetches_nothing(site):
 def test_every_command_option_and_recipe_is_on_its_page(site):
     page = read(site / "cli.html")
     text = "".join(page.text)
-    for path, parser in walk(_parser()):
+    for path, parser in walk(PARSER):
         assert "-".join(("pale", *path)) in page.ids
-        for action in parser._actions:
+        for action in parser.actions:
             assert all(option in text for option in action.option_strings if option != "-h")
     text = "".join(read(site / "recipes.html").text)
     for name in recipes.RECIPES:

@@ -1,4 +1,4 @@
-"""The package as it is installed: import time, and the wheel alone in an empty environment."""
+"""The package as it is installed: version, import time, and the wheel alone in an empty environment."""
 
 import re
 import subprocess
@@ -8,6 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+import pale
 
 
 @pytest.mark.slow
@@ -39,9 +42,9 @@ def test_wheel_alone_in_an_empty_environment_runs(project: Path, tmp_path: Path)
     (wheel,) = tmp_path.glob("pale_transformer-*.whl")
     with zipfile.ZipFile(wheel) as file:
         inside = set(file.namelist())
-    # Weights, cards and their index too, where there are some.
-    folder = project / "src/pale/zoo"
-    assert {f"pale/zoo/{p.name}" for p in folder.iterdir() if p.is_file()} <= inside
+    # Weights, cards and their index, pages and examples too.
+    listed = subprocess.check_output(["git", "-C", project, "ls-files", "src/pale"], text=True)
+    assert {path.removeprefix("src/") for path in listed.splitlines()} <= inside
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run(
@@ -56,3 +59,13 @@ def test_wheel_alone_in_an_empty_environment_runs(project: Path, tmp_path: Path)
         [python.parent / "pale", "doctor"], check=True, capture_output=True, text=True, cwd=tmp_path
     )
     assert "works" in done.stdout
+
+
+def test_changelog_citation_and_package_have_the_same_version(project: Path):
+    heading = re.search(
+        r"^## (\S+) \((.+)\)$", (project / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    citation = yaml.safe_load((project / "CITATION.cff").read_text())
+    assert heading.group(1) == pale.__version__ == citation["version"]
+    if heading.group(2) != "unreleased":
+        assert heading.group(2) == str(citation["date-released"])

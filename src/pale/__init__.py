@@ -1,13 +1,30 @@
-"""Pale Transformer (AAAI 2022): a vision backbone whose attention works on interlaced rows and columns."""
+"""Pale Transformer (AAAI 2022): a vision backbone whose attention works on interlaced rows and columns.
 
+The public names are imported when they are first used (PEP 562), so that the command line starts at once. The models
+are registered with timm as soon as both packages are imported, in any order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
 import sys
-from pathlib import Path
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+    from . import ops
+    from .exporting import export
+    from .model.optimize import optimize
+    from .model.pale_transformer import PaleConfig, PaleTransformer, create_model
+    from .model.warm_up import warm_up
     from .predict import Predictor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "PaleConfig",
     "PaleTransformer",
@@ -19,29 +36,56 @@ __all__ = [
     "warm_up",
 ]
 
-
-def _is_command(started: list[str], typed: list[str]) -> bool:
-    """Whether this process is the command `pale`, by sys.argv and sys.orig_argv.
-
-    It imports PyTorch only when it has work to do, so that help and errors come at once.
-    """
-    if started[:1] == ["-m"]:  # Python is still looking for the module, which may be anybody's
-        return "pale" in typed[typed.index("-m") + 1 :][:1] if "-m" in typed else False
-    return Path((started or [""])[0]).stem == "pale"
-
-
-if TYPE_CHECKING or not _is_command(sys.argv, sys.orig_argv):
-    from . import ops
-    from .export import export
-    from .optimize import optimize
-    from .pale_transformer import PaleConfig, PaleTransformer, create_model
-    from .warm_up import warm_up
+_MODULES = {
+    "PaleConfig": ".model.pale_transformer",
+    "PaleTransformer": ".model.pale_transformer",
+    "Predictor": ".predict",
+    "create_model": ".model.pale_transformer",
+    "export": ".exporting",
+    "ops": ".ops",
+    "optimize": ".model.optimize",
+    "warm_up": ".model.warm_up",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """`Predictor`, which brings the recipes of all tasks, is imported when it is asked for."""
-    if name == "Predictor":
-        from .predict import Predictor
+    """Import a public name when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_MODULES[name], __name__)
+    value = module if name == "ops" else getattr(module, name)
+    globals()[name] = value
+    return value
 
-        return Predictor
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    """Return the public names, whatever has been imported so far."""
+    return sorted([*__all__, "__version__"])
+
+
+class _TimmImport(importlib.abc.MetaPathFinder):
+    """Registers the models with timm when timm is imported after this package."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return timm's own spec, with a loader that also imports the models of this package."""
+        if fullname != "timm":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                importlib.import_module(".model.pale_transformer", __name__)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if "timm" in sys.modules:
+    importlib.import_module(".model.pale_transformer", __name__)
+else:
+    sys.meta_path.insert(0, _TimmImport())

@@ -1,5 +1,6 @@
 """Workers of a loader: how many, how long they stay, and that they never keep a program from ending."""
 
+import pickle
 import subprocess
 import sys
 
@@ -7,14 +8,14 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from pale.data.labelled import batches, cores, make_loader
+from pale.data.loader import MAX_PIPE_BYTES, PipeBatch, iterate_batches, make_loader, usable_cores
 from pale.train.distributed import World
 from pale.train.evaluate import Evaluation, Share
 
 LEFT_OPEN = """
 import atexit
 import torch
-from pale.data.labelled import batches, make_loader
+from pale.data.loader import iterate_batches, make_loader
 from pale.data.stream import Stream, StreamSampler
 
 class Numbers(torch.utils.data.Dataset):
@@ -23,7 +24,7 @@ class Numbers(torch.utils.data.Dataset):
 
 def start(persistent):
     sampler = StreamSampler(Stream(64, 2, 9, 0))
-    return batches(make_loader(Numbers(), sampler, list, 1, False, persistent))
+    return iterate_batches(make_loader(Numbers(), sampler, list, 1, False, persistent))
 
 begin = torch.utils.data.DataLoader.__iter__
 
@@ -65,7 +66,7 @@ def test_a_program_that_fails_with_workers_at_work_still_ends():
 def test_workers_stay_from_pass_to_pass_where_asked(persistent):
     share = Share(6, 3, World(torch.device("cpu")))
     loader = make_loader(Workers(), share, list, 1, False, persistent)
-    passes = [[seed for batch in batches(loader) for seed in batch] for _ in range(2)]
+    passes = [[seed for batch in iterate_batches(loader) for seed in batch] for _ in range(2)]
     assert [len(set(seeds)) for seeds in passes] == [1, 1]
     assert (passes[0] == passes[1]) == persistent
 
@@ -78,12 +79,12 @@ class Denied(Workers):
 def test_a_file_that_the_system_refuses_is_told_in_one_line():
     share = Share(6, 3, World(torch.device("cpu")))
     with pytest.raises(ValueError, match=r"^\[Errno 13\] Permission denied: 'a.npy'$"):
-        next(batches(make_loader(Denied(), share, list, 0, False)))
+        next(iterate_batches(make_loader(Denied(), share, list, 0, False)))
 
 
 def test_no_more_workers_than_batches_or_cores():
     share = Share(6, 3, World(torch.device("cpu")))
-    assert make_loader(Workers(), share, list, 64, False).num_workers == min(2, cores())
+    assert make_loader(Workers(), share, list, 64, False).num_workers == min(2, usable_cores())
     assert make_loader(Workers(), share, list, 0, False, persistent=True).num_workers == 0
 
 
@@ -117,3 +118,21 @@ def test_evaluation_gives_the_same_again_with_the_same_workers():
     first, second = (evaluation.run(model, None)[0] for _ in range(2))
     assert first == second
     assert first["images"] == 10
+
+
+def test_small_tensors_of_a_batch_pass_the_pipe_by_value_and_unchanged():
+    channels_last = torch.arange(24.0).reshape(1, 2, 3, 4).permute(0, 3, 1, 2)
+    batch = {
+        "labels": torch.tensor([3, 1]),
+        "images": channels_last,
+        "large": torch.zeros(MAX_PIPE_BYTES, dtype=torch.int16),
+        "half": torch.tensor([1.5], dtype=torch.bfloat16),
+        "names": ["a", "b"],
+    }
+    function, (rest, arrays, names) = PipeBatch(batch).__reduce__()
+    assert list(arrays) == ["labels"]
+    sent = function(rest, pickle.loads(pickle.dumps(arrays)), names)
+    assert list(sent) == list(batch)
+    assert sent["labels"].dtype == torch.int64
+    assert torch.equal(sent["labels"], batch["labels"])
+    assert all(sent[name] is batch[name] for name in batch if name != "labels")

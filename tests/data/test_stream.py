@@ -3,7 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pale.data.stream import Stream, StreamSampler, shard_positions
+from pale.data.stream import Part, Stream, StreamSampler, shard_positions
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,44 @@ def test_ends_of_epochs_are_found_once_each():
         ends = [step for step in range(1, stream.steps + 1) if stream.ends_epoch(step)]
         assert len(ends) == 3
         assert ends[-1] == stream.steps
+
+
+def test_every_epoch_takes_the_quota_of_each_part():
+    parts = (Part(10, 25), Part(40, 8), Part(3, 3))
+    stream = Stream(36, 12, epochs=40, seed=5, parts=parts)
+    seen: Counter = Counter()
+    for epoch in range(40):
+        index = stream.order(epoch)[:, 1]
+        assert [
+            int(((index >= a) & (index < b)).sum()) for a, b in ((0, 10), (10, 50), (50, 53))
+        ] == [
+            25,
+            8,
+            3,
+        ]
+        seen.update(index.tolist())
+    # Within a part all samples are drawn equally often: 25 * 40 / 10, 8 * 40 / 40, 3 * 40 / 3.
+    assert {seen[i] for i in range(10)} == {100}
+    assert {seen[i] for i in range(10, 50)} == {8}
+    assert {seen[i] for i in range(50, 53)} == {40}
+
+
+def test_no_key_of_a_mixture_occurs_twice_and_ranks_share_the_batches():
+    stream = Stream(36, 12, epochs=5, seed=5, parts=(Part(10, 25), Part(40, 11)))
+    alone = list(StreamSampler(stream))
+    every = [key for keys in alone for key in keys]
+    assert len(set(every)) == len(every) == 180
+    both = [
+        [key for rank in range(2) for key in next(iter(StreamSampler(stream, step, rank, 2)))]
+        for step in range(15)
+    ]
+    assert [sorted(keys) for keys in both] == [sorted(keys) for keys in alone]
+    # Any step can be the first.
+    again = Stream(36, 12, epochs=5, seed=5, parts=stream.parts)
+    assert next(iter(StreamSampler(again, 11))) == alone[11]
+
+
+def test_a_sampler_stops_where_a_phase_ends():
+    sampler = StreamSampler(Stream(20, 4, epochs=2, seed=0), 3)
+    sampler.stop = 5
+    assert len(sampler) == len(list(sampler)) == 2

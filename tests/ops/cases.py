@@ -1,4 +1,4 @@
-"""Cases and measures shared by the tests of the operators, and the definition once more."""
+"""Cases and measures shared by the tests of the operators, and an independent definition."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ every_scope = pytest.mark.parametrize("scope", SCOPES)
 every_grouping = pytest.mark.parametrize("grouping", GROUPINGS)
 every_backend = pytest.mark.parametrize("backend", ["reference", "sdpa"])
 
-# The same examples in every run; `database=None` because they need no memory of past failures.
+# The same examples in every run, so past failures need not be stored.
 quick = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
-# What opcheck does to tensors that are not leaves, not what an operator does.
+# Caused by opcheck itself, which reads `.grad` of tensors that are not leaves.
 opcheck_warning = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 # Name -> (h, w, pale_size): sizes where an index map would go wrong first.
@@ -63,21 +63,21 @@ def groups_of(
 
 
 def scope_of_head(scope: str, head: int, heads: int) -> str:
-    """The scope of one head: under "parallel" rows for the first half, columns for the second."""
+    """Return the scope of one head: under "parallel" rows for the first half, columns for the second."""
     if scope != "parallel":
         return scope
     return "row" if head < heads // 2 else "column"
 
 
 def attended(h: int, w: int, pale_size: tuple[int, int], scope: str, grouping: str) -> Tensor:
-    """Whether a token attends to another, (h*w, h*w), because they share a group."""
+    """Return whether two tokens share a group, (h*w, h*w)."""
     rule = {"h": h, "w": w, "pale_size": pale_size, "scope": scope, "grouping": grouping}
     groups = [set(groups_of(i, j, **rule)) for i, j in product(range(h), range(w))]
     return torch.tensor([[bool(a & b) for b in groups] for a in groups])
 
 
 def brute_force(q: Tensor, k: Tensor, v: Tensor, *, pale_size, scope, grouping) -> Tensor:
-    """By token and head: softmax over the tokens of each of its groups, then the mean of these."""
+    """Compute by token and head the softmax over the tokens of each of its groups, then their mean."""
     b, h, w, heads, d = q.shape
     out = []
     for i, j, head in product(range(h), range(w), range(heads)):
@@ -149,14 +149,14 @@ def tensors(
 ) -> list[Tensor]:
     """`n` leaves with normal values that require gradients."""
     generator = torch.Generator().manual_seed(seed)
-    # Drawn in float64 whatever the dtype, so that the dtypes see the same numbers, rounded.
+    # Drawn in float64 for every dtype, so that all dtypes get the same numbers, rounded.
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(n)]
     return [x.to(dtype).requires_grad_() for x in drawn]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of `pale_attention`, less its scope and grouping."""
+    """One call of `pale_attention`, without scope and grouping."""
 
     b: int
     h: int
@@ -181,8 +181,8 @@ def cases(draw: st.DrawFn) -> Case:
     sides, pales = range(1, 41), range(1, 10)
     h, w = draw(st.sampled_from([(h, w) for h in sides for w in sides if h != w]))
     pale_size = draw(st.sampled_from([(r, c) for r in pales for c in pales if r != c]))
-    # One number stands for values and layouts: drawn one by one, hypothesis would vary the layouts
-    # of a few sizes and hardly the sizes.
+    # One seed for values and layouts: drawn separately, hypothesis would vary the layouts of a few
+    # sizes and hardly the sizes.
     seed = draw(st.integers(0, 2**32 - 1))
     return Case(
         b=draw(st.integers(1, 2)),
@@ -216,7 +216,7 @@ def assert_same(
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the elements in memory of the largest tensor that any operator gives back."""
+    """Records the number of elements of the largest tensor that an operator returns."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""The fused pieces of a block against plain PyTorch in float64: on a GPU, and on the CPU in Triton's interpreter.
+"""The fused operators of a block against plain PyTorch in float64: on a GPU, and on the CPU in Triton's interpreter.
 
 As in `test_triton`, the interpreter has to be chosen before the kernels are defined, so
 `test_everything_in_the_interpreter` runs this module once more in a process of its own.
@@ -6,24 +6,25 @@ As in `test_triton`, the interpreter has to be chosen before the kernels are def
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 import torch.utils.checkpoint
-from launching import DEVICE, in_the_interpreter, kernels, needs_triton
+from support.gpu_families import KERNELS, programs
+from support.processes import DEVICE, in_the_interpreter, kernels, needs_triton
 from timm.layers import DropPath
 from torch import Tensor
 
 import pale
-from pale.ops import kernels as all_kernels
-from pale.ops.block import inference, reference, triton_op
+from pale.bench import op as bench_op
+from pale.bench.timing import BenchSettings
+from pale.model.pale_transformer import PaleBlock
+from pale.ops import launching as all_kernels
+from pale.ops.block import grids, inference, reference, triton_op
 from pale.ops.pale_attention import triton_op as attention_op
-from pale.pale_transformer import PaleBlock
 
 INTERPRETED = triton_op.INTERPRETED
 
-# Beside twice the error of plain PyTorch: steps between neighbouring numbers of the size of the largest result.
+# Floor in addition to twice the error of plain PyTorch: units in the last place of the largest result.
 FLOOR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SMALL = {"one token": (1, 1, 1, 16), "ragged": (2, 5, 9, 48), "wide": (3, 2, 19, 32)}
 LARGE = {
@@ -173,7 +174,7 @@ def test_outputs_and_gradients_err_at_most_twice_as_much_as_plain(shape, piece, 
 @needs_triton
 @pytest.mark.parametrize("piece", ["linear_three", *INFERENCE])
 def test_few_tokens_through_the_kernels_for_many(piece, monkeypatch):
-    monkeypatch.setattr(triton_op, "FEW", 0)
+    monkeypatch.setattr(grids, "FEW", 0)
     check(piece, arguments(piece, SMALL["ragged"]), DTYPES[-1])
 
 
@@ -217,8 +218,8 @@ def test_stem(channels, kernel, stride, channels_last):
 @needs_triton
 @pytest.mark.parametrize("piece", ["finish", "mlp_residual"])
 def test_few_channels_through_the_kernels_for_many(piece, monkeypatch):
-    monkeypatch.setattr(triton_op, "WHOLE", 0)
-    monkeypatch.setattr(triton_op, "FEW", 0)
+    monkeypatch.setattr(grids, "WHOLE", 0)
+    monkeypatch.setattr(grids, "FEW", 0)
     check(piece, arguments(piece, SMALL["ragged"]), DTYPES[-1])
 
 
@@ -269,7 +270,7 @@ def full_precision(monkeypatch):
 
 
 def small_model(**kwargs):
-    """A model with one block a stage."""
+    """A model with one block per stage."""
     return pale.create_model("pale_nano", depths=(1, 1, 1, 1), num_classes=5, **kwargs).to(DEVICE)
 
 
@@ -298,17 +299,24 @@ def test_model_through_the_kernels_equals_the_plain_one(position):
 
 @kernels
 @needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="takes most of a minute there, and opcheck sees the same")
+@pytest.mark.skipif(INTERPRETED, reason="takes most of a minute, and opcheck covers it")
 def test_compiled_training_equals_eager():
-    model = small_model(drop_path_rate=0.3)
-    x = torch.randn(2, 3, *SIZE, device=DEVICE)
-    torch.manual_seed(3)
-    expected = torch.autograd.grad(model.eval()(x).square().sum(), list(model.parameters()))
+    """With drop path and the random numbers of eager PyTorch, so that both drop the same branches."""
+    model = small_model(drop_path_rate=0.5).train()
+    x = torch.randn(4, 3, *SIZE, device=DEVICE)
+
+    def gradients(network) -> list[Tensor]:
+        torch.manual_seed(3)
+        return list(torch.autograd.grad(network(x).square().sum(), list(model.parameters())))
+
+    expected = gradients(model)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True)
-    found = torch.autograd.grad(compiled(x).square().sum(), list(model.parameters()))
+    with torch._inductor.config.patch(fallback_random=True):
+        found = gradients(torch.compile(model, fullgraph=True))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item() + 1e-6, rtol=1e-3)
+    whole = gradients(model.eval())  # nothing is dropped
+    assert (whole[0] - expected[0]).norm() > 0.05 * expected[0].norm()
 
 
 @kernels
@@ -365,7 +373,8 @@ def test_a_hook_is_honoured(part):
     block.get_submodule(part).register_forward_hook(lambda *args: seen.append(args[2].shape))
     with torch.no_grad():
         block(torch.randn(1, 2, 3, 32, device=DEVICE))
-    assert seen == [(1, 2, 3, 32)]
+    # Convolutions are PyTorch's own and receive NCHW maps.
+    assert seen == [(1, 32, 2, 3) if part == "cpe" else (1, 2, 3, 32)]
 
 
 @kernels
@@ -380,9 +389,65 @@ def test_a_replaced_part_is_honoured(part):
     assert not triton_op.launches["conv_norm"]
 
 
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+OTHERS = {
+    "mlp.act": lambda: torch.nn.GELU("tanh"),
+    "drop_path1": Doubled,
+    "cpe": lambda: torch.nn.Conv2d(32, 32, 3, padding=2, dilation=2, groups=32),
+    "norm1": lambda: torch.nn.LayerNorm(32, elementwise_affine=False),
+    "attn.proj": lambda: torch.nn.Linear(32, 32, bias=False),
+    "attn.phi_q.depthwise": lambda: torch.nn.Conv2d(32, 32, 3, padding=1, groups=32),
+}
+
+
+@kernels
+@needs_triton
+@pytest.mark.parametrize("part", OTHERS)
+def test_another_layer_of_the_same_class_is_what_runs(part):
+    block = small_model().eval().stages[0].blocks[0]
+    parent, _, name = part.rpartition(".")
+    setattr(block.get_submodule(parent), name, OTHERS[part]().to(DEVICE))
+    seen = []
+    block.get_submodule(part).register_forward_hook(lambda *_: seen.append(1))
+    x = torch.randn(1, 2, 3, 32, device=DEVICE)
+    with torch.no_grad():
+        expected = block(x)  # with a hook every layer is called
+        block.get_submodule(part)._forward_hooks.clear()
+        triton_op.launches.clear()
+        assert torch.equal(block(x), expected)
+    assert seen == [1]
+    assert not triton_op.launches["conv_norm"]
+
+
+@kernels
+@needs_triton
+def test_a_forward_of_an_instances_own_is_honoured():
+    block = small_model().eval().stages[0].blocks[0]
+    x = torch.randn(1, 2, 3, 32, device=DEVICE)
+    with torch.no_grad():
+        before = block(x)
+        proj = block.attn.proj
+        proj.forward = lambda y: 100 + torch.nn.Linear.forward(proj, y)
+        assert not torch.allclose(block(x), before, atol=1)
+
+
+@kernels
+@needs_triton
+def test_an_optimized_block_refuses_weights_that_are_elsewhere():
+    quick = pale.optimize(small_model(), dtype=torch.float32)
+    block = quick.stages[0].blocks[0]
+    block.norm1.to("meta")
+    with pytest.raises(RuntimeError, match="needs its weights on the device of its input"):
+        block(torch.randn(1, 2, 3, 32, device=DEVICE))
+
+
 @pytest.fixture
 def asked(monkeypatch):
-    """The kernels that are asked for, with all that decides how one is compiled; none runs."""
+    """Record the requested kernels, with everything that determines their compilation; none runs."""
     found = set()
 
     def note(module, name, grid, *args, options, **constants):
@@ -394,12 +459,12 @@ def asked(monkeypatch):
         ]
         found.add((name, *kinds, *options.items(), *constants.items()))
 
-    monkeypatch.setattr(triton_op, "launch", note)
+    monkeypatch.setattr(grids, "launch", note)
     monkeypatch.setattr(attention_op, "launch", note)
     return found
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels take CPU tensors in the interpreter alone")
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run on CPU tensors only in the interpreter")
 @pytest.mark.parametrize("use", ["training", "inference"])
 @pytest.mark.parametrize("kind", [{}, {"attention": "vanilla"}, {"attention": "sequential"}])
 def test_after_a_warm_up_no_size_needs_another_kernel(asked, use, kind):
@@ -463,39 +528,48 @@ def test_after_a_warm_up_nothing_is_compiled_for_ten_sizes(use):
     assert len(all_kernels._compiled) == known
 
 
-KERNELS = (
-    "ops.block.triton_kernels",
-    "ops.block.conv_kernels",
-    "ops.pale_attention.triton_kernels",
-)
-
-
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 @pytest.mark.parametrize(
     ("module", "least"),
     [
-        *((module, 4) for module in (*KERNELS, "data.augment_kernels")),
-        ("tasks.detection.suppression_kernels", 2),
-        ("tasks.segmentation.loss_kernels", 3),
+        (module, {"suppression": 2, "loss": 3}.get(family, 4))
+        for family, modules in KERNELS.items()
+        for module in modules
     ],
 )
 def test_kernels_are_compiled_for_no_number_in_particular(module, least):
-    """Triton would compile one for a single token, say, and a kernel that is there is taken for all numbers."""
-    found = vars(importlib.import_module(f"pale.{module}")).values()
-    programs = [k for k in found if hasattr(k, "params") and k.params]
-    programs = [k for k in programs if "begin()" in k.src or "tl.program_id" in k.src]
-    programs = [k for k in programs if k.params[0].name.startswith("p_")]  # not their parts
-    assert len(programs) >= least
-    for kernel in programs:
+    """Triton would compile one for a single token, for example; here one kernel serves all numbers."""
+    found = programs(module)
+    assert len(found) >= least
+    for kernel in found:
         for parameter in kernel.params:
             number = not (parameter.is_constexpr or parameter.name.startswith("p_"))
             real = parameter.name in ("eps", "scale", "overlap")
             assert not number or real or parameter.do_not_specialize, (kernel, parameter.name)
 
 
-@pytest.mark.slow
+@kernels
 @needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is it")
+@pytest.mark.parametrize("piece", list(bench_op.PIECES))
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_bench_measures_the_kernels_of_each_piece_against_plain_pytorch(piece, backward):
+    setting = BenchSettings((64, 64), device=DEVICE, dtype="fp32", rounds=2)
+    shape = (1, 3, 4, 16) if INTERPRETED else (2, 8, 6, 16)
+    row = bench_op.OpRow(piece, bench_op.PASSES[backward], 1, shape)
+    shapes, versions = bench_op.PIECES[piece](*row.map), bench_op.piece_versions(piece)
+    all_kernels.launches.clear()
+    versions["plain"](*bench_op._draw(shapes, setting, False))
+    assert not all_kernels.launches
+    bench_op._measure(row, shapes, versions, setting, copy=1e9)
+    assert row.errors == {}
+    assert all_kernels.launches.total() > 0
+    assert row.ratio == pytest.approx(row.ms["plain"] / row.ms["fused"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_everything_in_the_interpreter():
     in_the_interpreter(__file__)

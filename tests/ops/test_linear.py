@@ -1,4 +1,4 @@
-"""`linear` against PyTorch's own layers, wherever oneDNN may take over."""
+"""`linear` against PyTorch's own layers, where oneDNN may run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pale.layers import Linear, Mlp
+from pale.model.layers import Mlp
 from pale.ops.linear import linear
 
 
@@ -69,6 +69,6 @@ def test_hooks_and_replaced_layers_are_honoured():
         torch.testing.assert_close(mlp(x), mlp.fc2(F.relu(mlp.fc1(x))))
     mlp = Mlp(12, 48).eval()
     nn.utils.parametrizations.weight_norm(mlp.fc1)
-    assert type(mlp.fc1) is not Linear
+    assert type(mlp.fc1) is not nn.Linear
     with torch.no_grad():
         torch.testing.assert_close(mlp(x), mlp.fc2(F.gelu(mlp.fc1(x))))

@@ -295,8 +295,8 @@ def test_auto_passes_over_a_back_end_that_cannot_run_but_a_named_one_raises(monk
         pale_attention(*qkv, pale_size=(2, 2), backend="sdpa")
 
 
-# Each back-end is measured against the attention that it is made of: in bfloat16 and float16
-# PyTorch's kernel is closer to the truth than a plain softmax, in float32 on CPU further from it.
+# Each back-end is compared with the attention that it is based on: in bfloat16 and float16 PyTorch's
+# kernel is more exact than a plain softmax, in float32 on a CPU less.
 @pytest.mark.parametrize(
     ("backend", "attend"),
     [("reference", softmax_attention), ("sdpa", torch.nn.functional.scaled_dot_product_attention)],
@@ -368,14 +368,14 @@ def test_each_group_is_packed_with_its_own_tokens_and_zeros(h, w, pale_size, gro
     region = Region(pale_size, scope, grouping)
     rows, columns = sdpa.layout(h, w, region)
     row, column = region.groups(h, w)
-    tokens = torch.arange(1, h * w + 1).view(h, w)  # no token is called zero
+    tokens = torch.arange(1, h * w + 1).view(h, w)  # no token has number zero
     for groups, group, lines in (rows, row, tokens), (columns, column, tokens.T):
         packed = groups.pack(tokens[None, :, :, None, None]).flatten(1)
         assert packed.shape == (groups.n, groups.size * lines.shape[1])
         for p in range(groups.n):
             found, expected = packed[p][packed[p] != 0], lines[group == p].flatten()
             assert found.sort().values.equal(expected.sort().values), f"group {p}"
-            # The docstring's promise: no group is padded by more than one row or column.
+            # As documented: no group is padded by more than one row or column.
             assert grouping == "contiguous" or len(packed[p]) - len(found) <= lines.shape[1]
 
 
@@ -388,7 +388,7 @@ def test_executed_pairs_are_those_that_pytorch_counts(h, w, pale_size, grouping,
     qkv = [x.detach() for x in tensors(3, (b, h, w, heads, d))]
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         pale_attention(*qkv, pale_size=pale_size, scope=scope, grouping=grouping, backend="sdpa")
-    # Two products, q k and p v, of d multiply-adds a pair; a multiply-add is two operations.
+    # Two products, q k and p v, of d multiply-adds per pair; a multiply-add is two operations.
     pairs = sdpa.executed_pairs(h, w, heads, region)
     assert counter.get_total_flops() == b * 2 * 2 * d * pairs
 
@@ -414,7 +414,7 @@ def largest_tensor(*, size: int, **options) -> float:
 @every_grouping
 @pytest.mark.parametrize("size", [63, 64], ids=["dividing", "ragged"])
 def test_sdpa_makes_no_score_matrix(size, grouping, scope):
-    # A pale is its rows and its columns, so q, k and v stand there twice; the tenth is padding.
+    # A pale is its rows and its columns, so q, k and v occur twice; the tenth is padding.
     limit = 2.2 if scope == "pale" else 1.1
     assert largest_tensor(size=size, scope=scope, grouping=grouping, backend="sdpa") <= limit
 
@@ -501,7 +501,7 @@ class Operator(torch.nn.Module):
 
 
 def assert_exports(operator: Operator, sizes: list[tuple[int, int, int]], dynamic: dict) -> None:
-    """Fail unless the program exported at the first size is plain PyTorch and right at all."""
+    """Fail unless the program exported at the first size is plain PyTorch and correct at all sizes."""
     inputs = [tuple(x.detach() for x in tensors(3, (*size, 2, 3))) for size in sizes]
     exported = torch.export.export(operator, inputs[0], dynamic_shapes=(dynamic,) * 3)
     operators = [
@@ -580,3 +580,34 @@ def test_on_meta_tensors_it_gives_the_shape_of_its_result(scope):
     out = pale_attention(*qkv, pale_size=(3, 4), scope=scope)
     assert out.is_meta
     assert out.shape == qkv[0].shape
+
+
+@every_scope
+@every_grouping
+def test_a_region_is_the_same_as_its_parts(scope, grouping):
+    q, k, v = torch.randn(3, 2, 9, 8, 2, 4)
+    parts = {"pale_size": (3, 2), "scope": scope, "grouping": grouping}
+    region = Region(**parts)
+    found = pale_attention(q, k, v, region=region)
+    assert torch.equal(found, pale_attention(q, k, v, **parts))
+    weights = attention_weights(q, k, at=(1, 2), region=region)
+    assert torch.equal(weights, attention_weights(q, k, at=(1, 2), **parts))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"^give pale_size=\(s_r, s_c\) or region=Region\(...\), got neither$"),
+        (
+            {"region": (7, 7)},
+            r"^region must be a Region, got \(7, 7\); or give pale_size=\(7, 7\)$",
+        ),
+        ({"region": Region((7, 7)), "scope": "row"}, r"^give either .* scope='row', .*; leave out"),
+        ({"region": Region((7, 7)), "pale_size": (7, 7)}, r"^give either .* pale_size=\(7, 7\), "),
+    ],
+    ids=["neither", "tuple", "scope", "pale_size"],
+)
+def test_a_region_or_its_parts_must_be_given(given, message):
+    q = torch.randn(1, 8, 8, 2, 4)
+    with pytest.raises(TypeError, match=message):
+        pale_attention(q, q, q, **given)

@@ -1,4 +1,4 @@
-"""The kernels of a Pale-T compile for GPUs that are not here, within their shared memory.
+"""The kernels of a Pale-T compile for GPUs that are not present, within their shared memory.
 
 A training step and a step of inference run with launches recorded in place of done; what they would have launched is
 compiled for each target. The interpreter's flag lets operators take CPU tensors but forbids compiling, so two processes
@@ -20,16 +20,16 @@ import pytest
 
 # Shared memory of a program in bytes, and dtypes, by compute capability.
 TARGETS = {75: (65536, ["fp16"]), 80: (166912, ["bf16"]), 89: (101376, ["bf16", "fp32"])}
-# Convolutions, norms and sums have next to no shared memory.
+# Convolutions, norms and sums use almost no shared memory.
 NAMES = ("stem", "linear", "linear_norm", "whole_mlp", "attention_")
 
 
 def collect(capability: int, dtype_name: str) -> list[tuple]:
-    """What a Pale-T launches, of each kernel the call with the largest blocks: module, kernel, arguments, options."""
+    """Return the launches of a Pale-T, for each kernel the one with the largest blocks."""
     import torch
 
     import pale
-    from pale.ops.block import triton_op as block
+    from pale.ops.block import grids
     from pale.ops.pale_attention import triton_op as attention
 
     found = {}
@@ -44,22 +44,22 @@ def collect(capability: int, dtype_name: str) -> list[tuple]:
             call = module, name, given, tuple(constants.items()), tuple(options.items())
             found[name] = max(found.get(name, (0, ())), (size, call))
 
-    block.launch = attention.launch = record
-    attention._capability = lambda device: capability
-    block._capability = lambda device: capability
+    grids.launch = attention.launch = record
+    attention.capability = lambda device: capability
+    grids.capability = lambda device: capability
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]
     model = pale.create_model("pale_tiny").to(dtype)
     x = torch.randn(1, 3, 224, 224).to(dtype)
     model(x).sum().backward()
     quick = pale.optimize(model, dtype=dtype)
     quick(x)
-    block.FEW = 0  # as for a large batch
+    grids.FEW = 0  # as for a large batch
     quick(x)
     return [call for _, call in found.values()]
 
 
 def compile_all(capability: int, dtype_name: str) -> None:
-    """Compile what `collect` gives; prints shared memory and name of each."""
+    """Compile the launches that `collect` returns; print shared memory and name of each."""
     collected = subprocess.run(
         [sys.executable, __file__, str(capability), dtype_name, "collect"],
         env={**os.environ, "TRITON_INTERPRET": "1"},

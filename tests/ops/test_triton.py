@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from launching import DEVICE, in_the_interpreter, kernels, needs_triton
+from support.processes import DEVICE, in_the_interpreter, kernels, needs_triton
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,7 +31,7 @@ SCOPES, GROUPINGS = ("parallel", "row", "column", "pale"), ("interlaced", "conti
 
 @dataclass(frozen=True)
 class Case:
-    """A map and a pale; `large` ones take more than one block in 16-bit types and run on the GPU alone."""
+    """A map and a pale; `large` ones need more than one block in 16-bit types and run only on a GPU."""
 
     h: int
     w: int
@@ -57,7 +57,7 @@ CASES = {
     "long": Case(12, 150, (7, 7), d=32, large=True),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# The interpreter takes some 20 ms for a program: small maps, and float16 for one of them.
+# The interpreter needs about 20 ms per program: small maps, and float16 for one of them.
 RUNS = [
     pytest.param(case, dtype, id=f"{name}, {dtype}")
     for name, case in CASES.items()
@@ -145,7 +145,7 @@ def transposed(x: Tensor) -> Tensor:
 
 
 def unaligned(x: Tensor) -> Tensor:
-    """The same numbers where no kernel can read them in place: one number off, and d is not innermost."""
+    """The same numbers where no kernel can read them in place: shifted by one, and d is not innermost."""
     flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:]
     return flat.view_as(x.mT).copy_(x.detach().mT).mT
 
@@ -239,7 +239,7 @@ def test_one_graph_serves_several_sizes(scope):
         fullgraph=True,
         dynamic=True,
     )
-    # The first has no two sizes alike, which the compiler would take for one.
+    # The first has no two equal sizes, which the compiler would treat as one symbol.
     for b, h, w in ((3, 4, 5), (3, 5, 3), (2, 6, 7), (4, 3, 2)):
         tensors = inputs(Case(h, w, (2, 3), b=b), torch.float32)
         ours = results(lambda q, k, v, _: compiled(q, k, v), tensors, region, torch.float32)
@@ -309,8 +309,8 @@ def test_flops_are_those_of_the_region(scope, grouping):
 def test_what_cannot_run_is_said(dtype, d, device, reason, monkeypatch):
     monkeypatch.setattr(triton_op, "INTERPRETED", device == "cpu")
     q = torch.empty(1, 2, 2, 2, d, dtype=dtype, device=device)
-    said = triton_op.unsupported(q, Region((7, 7)))
-    assert (said is None) if reason is None else (said is not None and reason in said)
+    reason = triton_op.unsupported(q, Region((7, 7)))
+    assert (reason is None) if reason is None else (reason is not None and reason in reason)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="once is enough")

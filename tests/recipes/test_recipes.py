@@ -3,19 +3,19 @@ import timm
 import torch
 import yaml
 
-from pale import cost
+from pale.model import cost
 from pale.recipes import RECIPES, get
-from pale.recipes.schema import parse, read, text
+from pale.recipes.files import parse_recipe, read_recipe, recipe_to_yaml
 
 PAPER = [name for name in RECIPES if name.startswith(("imagenet", "ablations"))]
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_survives_its_file_and_says_what_it_is(tmp_path, name):
+def test_every_recipe_survives_its_file_and_has_a_description(tmp_path, name):
     recipe = get(name)
     path = tmp_path / "recipe.yaml"
-    path.write_text(text(recipe))
-    assert read(path) == recipe
+    path.write_text(recipe_to_yaml(recipe))
+    assert read_recipe(path) == recipe
     assert recipe.name == name
     assert recipe.about.endswith(".")
 
@@ -56,7 +56,7 @@ def test_starred_recipes_add_mixtoken_and_token_labels_alone():
             assert getattr(star, field) == getattr(plain, field), field
     for name in ("imagenet.pale_t_star", "small_data.pale_t_star"):
         with pytest.raises(
-            ValueError, match=r"needs token_labels\.store; .* pale token-labels make wrote"
+            ValueError, match=r"needs token_labels\.store; .* pale token-labels make"
         ):
             get(name).override({"data.kind": "scenes"}).task()
 
@@ -96,7 +96,7 @@ def test_ade20k_holds_every_value_of_the_papers_appendix():
     assert [r.reported.miou_multi for r in (tiny, small, base)] == [51.2, 52.2, 53.0]
 
 
-def test_peers_of_timms_are_built_by_name():
+def test_timm_models_are_built_by_name():
     recipe = get("small_data.pale_t").override({"model.name": "resnet18", "model.drop_path": 0})
     with torch.device("meta"):
         assert isinstance(recipe.model.build(10, 64), timm.models.ResNet)
@@ -108,7 +108,7 @@ def test_peers_of_timms_are_built_by_name():
         ({"optim.lrr": 1}, r"no setting 'optim\.lrr'; did you mean 'optim\.lr'"),
         ({"model.attention": "cros"}, r"model\.attention must be 'parallel'.*got 'cros'"),
         ({"epochs": 0}, "epochs must be greater than or equal to 1, got 0"),
-        ({"epochs": 10}, "warmup_epochs must be fewer than epochs, got 20 and 10"),
+        ({"epochs": 10}, "warmup_epochs must be smaller than epochs, got 20 and 10"),
         (
             {"model.name": "resnet50", "model.attention": "axial"},
             r"model: attention belongs to pale_nano.* not to resnet50",
@@ -129,7 +129,7 @@ def test_unknown_recipes_and_models_name_the_nearest():
         get("quickstart").override({"model.name": "pale_tinny"}).task().model()
 
 
-def test_what_a_recipe_needs_is_asked_for():
+def test_missing_required_settings_are_reported():
     with pytest.raises(ValueError, match=r"finetune\.pale_t needs model\.weights"):
         get("finetune.pale_t").task()
     with pytest.raises(ValueError, match=r"data\.root is not set"):
@@ -139,16 +139,16 @@ def test_what_a_recipe_needs_is_asked_for():
 def test_files_that_hold_no_recipe_are_refused(tmp_path):
     path = tmp_path / "recipe.yaml"
     with pytest.raises(ValueError, match="no recipe file"):
-        read(path)
+        read_recipe(path)
     path.write_text("a: [")
     with pytest.raises(ValueError, match="is not YAML"):
-        read(path)
-    with pytest.raises(ValueError, match="holds no recipe"):
-        parse([1], "x")
+        read_recipe(path)
+    with pytest.raises(ValueError, match="is not a recipe"):
+        parse_recipe([1], "x")
     with pytest.raises(
         ValueError, match="kind must be one of classification, segmentation, detection, got 'poem'"
     ):
-        parse(yaml.safe_load("kind: poem"), "x")
+        parse_recipe(yaml.safe_load("kind: poem"), "x")
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_files_that_hold_no_recipe_are_refused(tmp_path):
         ),
         ({"augment.scale": [0.1, 2]}, r"augment\.scale: two numbers above 0 and at most 1"),
         ({"augment.ratio": [0, 1]}, r"augment\.ratio: two numbers above 0"),
-        ({"model.options": {"depths": 3}}, "depths must be whole numbers .*one a stage, got 3"),
+        ({"model.options": {"depths": 3}}, "depths must be whole numbers .*one per stage, got 3"),
         ({"model.options": {"heads": [0, 2, 4, 8]}}, "heads must be whole numbers of at least 1"),
-        ({"batch": 7}, "even number of images .*got batch 7 in 1 pieces"),
-        ({"batch": 6, "accumulate": 2}, "even number of images .*got batch 6 in 2 pieces"),
+        ({"batch": 7}, "even number of images .*got batch 7 in 1 parts"),
+        ({"batch": 6, "accumulate": 2}, "even number of images .*got batch 6 in 2 parts"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -174,17 +174,17 @@ def test_values_that_would_fail_later_are_refused_at_once(change, message):
         get("small_data.pale_t").override(change)
 
 
-def test_an_odd_batch_is_a_matter_of_mixing_and_of_processes():
+def test_an_odd_batch_is_refused_only_with_mixing():
     recipe = get("small_data.pale_t").override({"batch": 6})
-    with pytest.raises(ValueError, match="batch 6 in 2 pieces"):
-        recipe.require_share(2)
+    with pytest.raises(ValueError, match="batch 6 in 2 parts"):
+        recipe.check_batch_split(2)
     recipe.override({"mix": {"mixup": 0, "cutmix": 0}, "batch": 7})
 
 
 def test_options_that_a_model_does_not_know_are_named():
     recipe = get("quickstart").override({"model.options": {"depth": 3}})
     with pytest.raises(
-        ValueError, match=r"model\.options must be arguments of pale_nano, got .*depth"
+        ValueError, match=r"model\.options must be architecture arguments of pale_nano, got .*depth"
     ):
         recipe.model.build(8, 64)
 

@@ -1,4 +1,4 @@
-"""Servers for tests: in a thread of this process, or as the command that a user types."""
+"""Servers for tests: in a thread of this process, or as the command in a process of its own."""
 
 import json
 import os
@@ -9,17 +9,21 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
+import torch
 import uvicorn
 
+from pale.recipes import get
 from pale.serve import Limits, Models, create_app
 from pale.serve.app import Service
-from pale.serve.run import bind, url
+from pale.serve.run import bind, configure, url
+from pale.weights.write import save_weights
 
 
 class Running:
-    """A server in a thread; `client` speaks to it, `service` is its inside."""
+    """A server in a thread; `client` sends requests to it, `service` is its state."""
 
     def __init__(self, address: str, service: Service) -> None:
         self.url, self.service = address, service
@@ -27,10 +31,12 @@ class Running:
 
 
 @contextmanager
-def running(models: Models, limits: Limits | None = None, hosts=()) -> Iterator[Running]:
+def running(
+    models: Models, limits: Limits | None = None, hosts=(), token: str | None = None
+) -> Iterator[Running]:
     listening = bind("127.0.0.1", 0)
-    app = create_app(models, limits, hosts)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    app = create_app(models, limits, hosts, token)
+    server = uvicorn.Server(configure(app, 5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
@@ -45,11 +51,22 @@ def running(models: Models, limits: Limits | None = None, hosts=()) -> Iterator[
     assert not thread.is_alive()
 
 
+def nano_weights(folder: Path) -> Path:
+    """The classifier of `pale train quickstart`, pale_nano at 40 px, untrained."""
+    recipe = get("quickstart")
+    torch.manual_seed(0)
+    model = recipe.model.build(8, recipe.data.size)
+    path = folder / "nano.safetensors"
+    about = {"recipe": recipe.plain(), "classes": [f"class {i}" for i in range(8)]}
+    save_weights(path, model.state_dict(), about)
+    return path
+
+
 def until(holds, seconds: float = 60) -> None:
-    """Wait until it holds."""
+    """Wait until the condition holds."""
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, "it did not come about in time"
+        assert time.monotonic() < end, "the condition did not hold in time"
         time.sleep(0.01)
 
 
@@ -68,19 +85,29 @@ class Command:
         )
 
     def wait(self) -> None:
-        """Until it takes requests."""
+        """Wait until it accepts requests."""
         line = self.process.stdout.readline()
         assert line, self.process.communicate(timeout=60)[1]
         self.about = json.loads(line)
         self.url = self.about["url"]
 
     def rss(self) -> int:
-        """Bytes in memory."""
+        """Return the memory in bytes."""
         with open(f"/proc/{self.process.pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def forget_peak(self) -> None:
+        """Measure the peak from now on."""
+        with open(f"/proc/{self.process.pid}/clear_refs", "w") as file:
+            file.write("5")
+
+    def peak(self) -> int:
+        """Return the maximum memory since then, in bytes."""
+        with open(f"/proc/{self.process.pid}/status") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Ask it to stop: exit code and what it said on stderr."""
+        """Ask it to stop: return the exit code and its stderr."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:

@@ -1,13 +1,14 @@
-"""A picture of the page for the documentation: python tests/serve/shot.py http://127.0.0.1:8000 docs/serve.jpg."""
+"""Make the screenshot of the page: PYTHONPATH=tests python tests/serve/shot.py http://127.0.0.1:8000 docs/serve.jpg."""
 
 import sys
 
 from playwright.sync_api import sync_playwright
-from test_page import CHROMIUM, FLAGS, READY
+from serve.test_page import READY
+from support.browser import CHROMIUM, FLAGS
 
 
 def shoot(url: str, path: str) -> None:
-    """The example photo, with the pale of its eye in the third stage."""
+    """Save the page with the example photo and the pale of the eye in the second stage."""
     with sync_playwright() as tool:
         browser = tool.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page(viewport={"width": 1200, "height": 900})

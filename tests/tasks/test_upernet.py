@@ -1,4 +1,4 @@
-"""UperNet against transformers' heads, its cost, and as a model on any backbone and size."""
+"""UperNet against the heads of transformers, its cost, and on any backbone and size."""
 
 import copy
 from dataclasses import replace
@@ -10,14 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import pale
-from pale import cost
-from pale import weights as weight_files
-from pale.optimize import fold_norms
-from pale.pale_transformer import VARIANTS
+from pale.model import cost
+from pale.model.optimize import fold_norms
+from pale.model.pale_transformer import VARIANTS
 from pale.recipes import RECIPES, get
 from pale.tasks.backbones import init_backbone
-from pale.tasks.segmentation import SegmentationModel
-from pale.tasks.segmentation.upernet import FCNHead, UperNetHead
+from pale.tasks.segmentation.model import FCNHead, SegmentationModel, UperNetHead
+from pale.weights.write import save_weights
 
 SMALL = {"depths": [1, 1, 1, 1], "channels": [8, 16, 16, 16], "heads": [2, 2, 2, 2]}
 CHANNELS = (12, 20, 24, 40)
@@ -145,7 +144,7 @@ def test_an_optimized_segmenter_gives_the_same_without_batch_norms():
 
 
 class NormFirst(torch.nn.Sequential):
-    """Not what its order says."""
+    """Its forward pass does not follow the order of its layers."""
 
     def forward(self, x):
         return self[0](self[1](x))
@@ -181,8 +180,17 @@ def test_checkpointing_changes_nothing():
     again = small(checkpointing=True).build(5, 64)
     again.load_state_dict(plain.state_dict())
     assert again.backbone.model.grad_checkpointing
-    x = torch.randn(2, 3, 48, 48)
-    torch.testing.assert_close(plain(x)[0], again(x)[0])
+    x, found = torch.randn(2, 3, 48, 48), []
+    for model in (plain, again):
+        calls = []
+        block = model.backbone.model.stages[0].blocks[0]
+        block.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        logits, auxiliary = model.train()(x)
+        loss = logits.square().mean() + auxiliary.square().mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        found.append((loss.detach(), *gradients))
+        assert len(calls) == (1 if model is plain else 2)  # once more in the backward pass
+    torch.testing.assert_close(found[0], found[1])
 
 
 PEERS = {
@@ -197,12 +205,12 @@ PEERS = {
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_backbones_of_timms_take_any_size_and_start_from_their_classifiers(name, tmp_path):
+def test_timm_backbones_accept_any_size_and_start_from_their_classifiers(name, tmp_path):
     options = PEERS[name]
     sized = {"img_size": 64} if name.startswith("swin") else {}
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     classifier = timm.create_model(name, num_classes=3, **given, **sized)
-    weight_files.save(tmp_path / "c.safetensors", classifier.state_dict(), {})
+    save_weights(tmp_path / "c.safetensors", classifier.state_dict(), {})
     settings = SegmentationModel(
         name=name, options=options, width=8, auxiliary=4, init=tmp_path / "c.safetensors"
     )
@@ -224,7 +232,7 @@ def test_a_flat_backbone_is_refused():
         SegmentationModel(name="pale_tinny").build(3, 64)
 
 
-def test_init_says_what_was_loaded_what_is_new_and_what_did_not_fit(tmp_path):
+def test_init_reports_what_was_loaded_what_is_new_and_what_did_not_fit(tmp_path):
     classifier = pale.create_model(
         "pale_nano", num_classes=9, **{k: tuple(v) for k, v in SMALL.items()}
     )
@@ -232,16 +240,16 @@ def test_init_says_what_was_loaded_what_is_new_and_what_did_not_fit(tmp_path):
     state["stages.0.merge.conv.weight"] = torch.zeros(9, 3, 7, 7)
     del state["stages.1.blocks.0.cpe.weight"]
     path = tmp_path / "c.safetensors"
-    weight_files.save(path, state, {})
+    save_weights(path, state, {})
     model = small().build(4, 64)
     before = model.backbone.model.stages[0].merge.conv.weight.clone()
-    told = init_backbone(model, path)
+    note = init_backbone(model, path)
     count = len(model.backbone.model.state_dict())
-    assert f"{count - 2} of {count} tensors of the backbone loaded" in told
-    assert "new: the heads" in told
-    assert "stages.1.blocks.0.cpe.weight" in told
-    assert "did not fit: stages.0.merge.conv.weight" in told
-    assert "not used: head.fc.bias, head.fc.weight, norm.bias and 1 more" in told
+    assert f"{count - 2} of {count} tensors of the backbone loaded" in note
+    assert "new: the heads" in note
+    assert "stages.1.blocks.0.cpe.weight" in note
+    assert "did not fit: stages.0.merge.conv.weight" in note
+    assert "not used: head.fc.bias, head.fc.weight, norm.bias and 1 more" in note
     assert torch.equal(model.backbone.model.stages[0].merge.conv.weight, before)
     key = "stages.2.blocks.0.mlp.fc1.weight"
     assert torch.equal(model.backbone.model.state_dict()[key], state[key])
@@ -249,7 +257,7 @@ def test_init_says_what_was_loaded_what_is_new_and_what_did_not_fit(tmp_path):
 
 def test_init_from_something_else_is_an_error(tmp_path):
     path = tmp_path / "r.safetensors"
-    weight_files.save(path, timm.create_model("resnet18", num_classes=2).state_dict(), {})
+    save_weights(path, timm.create_model("resnet18", num_classes=2).state_dict(), {})
     with pytest.raises(ValueError, match="does not fit this backbone: 0 of its"):
         small(init=path).build(4, 64)
     with pytest.raises(ValueError, match="exclude each other"):
@@ -259,7 +267,7 @@ def test_init_from_something_else_is_an_error(tmp_path):
 def test_a_segmenter_for_other_classes_keeps_all_but_its_classifiers(tmp_path):
     old = small().build(4, 64)
     path = tmp_path / "s.safetensors"
-    weight_files.save(path, old.state_dict(), {})
+    save_weights(path, old.state_dict(), {})
     with pytest.raises(ValueError, match="weights for 4 classes, the data has 6"):
         small(weights=path).build(6, 64)
     new = small(weights=path, new_head=True).build(6, 64)
@@ -271,7 +279,7 @@ def test_ape_maps_are_resized_while_the_backbone_starts_from_a_classifier(tmp_pa
     options = {k: tuple(v) for k, v in SMALL.items()}
     classifier = pale.create_model("pale_nano", position="ape", img_size=32, **options)
     path = tmp_path / "c.safetensors"
-    weight_files.save(path, classifier.state_dict(), {})
+    save_weights(path, classifier.state_dict(), {})
     model = small(position="ape", init=path).build(3, (64, 96))
     assert model.backbone.model.stages[0].ape.map.shape[1:3] == (16, 24)
 

@@ -1,6 +1,6 @@
 """Runs of two processes for test_sharded.py, one after the other, as starting processes takes most of the time.
 
-Arguments: the folder of all runs, in which "alone" is there already. Started by torchrun.
+Argument: the folder of all runs, in which the run "alone" exists already. Started by torchrun.
 """
 
 import resource
@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pale.tasks.classification import ClassificationTask
-from pale.train.distributed import World, join, leave
-from pale.train.loop import NonFiniteError, train
+from pale.errors import NonFiniteError
+from pale.tasks.classification.task import ClassificationTask
+from pale.train.distributed import World, exit_process, join
+from pale.train.loop import train
 
 if __name__ == "__main__":
     # Not importable by name from here, as torchrun starts this file as a script.
-    sys.path.insert(0, str(Path(__file__).parent))
-    from tiny import tiny
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from support.recipes import classification_recipe
 
 # What is hard: pieces, blocks computed again, positions of which one process has none, uneven validation batches.
 HARD = {"epochs": 1, "accumulate": 2, "model__checkpointing": True, "model__position": "ape"}
@@ -26,7 +27,7 @@ COUNTS = {"data__val_samples": 17, "saving__keep": 9, "saving__every_steps": 2}
 
 
 def copy(source: Path, target: Path, last: int, world: World) -> None:
-    """A copy of a run as it was after `last` steps."""
+    """Return a copy of a run as it was after `last` steps."""
     if world.main:
         shutil.copytree(source, target)
         for path in (target / "checkpoints").iterdir():
@@ -36,14 +37,14 @@ def copy(source: Path, target: Path, last: int, world: World) -> None:
 
 
 def fill_the_disk_of_one(folder: Path, world: World) -> None:
-    """Train where the second process can write but 40 kB a file from the start; tells the error's words."""
+    """Train while the second process can write at most 40 kB per file; print the message of the error."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     words = "none"
     if world.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
     try:
-        train(tiny(parallel="fsdp", **COUNTS), folder / "full", world, quiet=True)
+        train(classification_recipe(parallel="fsdp", **COUNTS), folder / "full", world, quiet=True)
     except OSError as error:
         words = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -51,7 +52,7 @@ def fill_the_disk_of_one(folder: Path, world: World) -> None:
 
 
 def poison_one(folder: Path, world: World, parallel: str) -> None:
-    """Train, looking later where models are whole, with a bad loss on the second process in step 4; tells the error."""
+    """Train with a NaN loss on the second process in step 4, checked later if models are whole; print the error."""
     plain, calls = ClassificationTask.loss, 0
 
     def loss(self, model, batch):
@@ -62,7 +63,7 @@ def poison_one(folder: Path, world: World, parallel: str) -> None:
     ClassificationTask.loss = loss
     words = "none"
     try:
-        recipe = tiny(log_every=100, parallel=parallel)
+        recipe = classification_recipe(log_every=100, parallel=parallel)
         train(recipe, folder / f"bad_{parallel}", world, quiet=True, delayed=True)
     except NonFiniteError as error:
         words = str(error)
@@ -74,7 +75,9 @@ def main(folder: Path) -> None:
     with join("cpu") as world:
 
         def run(name: str, resume: bool = False, **changes: object) -> None:
-            train(tiny(**COUNTS, **changes), folder / name, world, resume, quiet=True)
+            train(
+                classification_recipe(**COUNTS, **changes), folder / name, world, resume, quiet=True
+            )
 
         run("fsdp", parallel="fsdp")
         run("hard", parallel="fsdp", **HARD)
@@ -92,4 +95,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    leave(0)
+    exit_process(0)

@@ -1,4 +1,4 @@
-"""A step recorded as a CUDA graph is the eager step. Most of it needs a GPU."""
+"""A step recorded as a CUDA graph equals the eager step. Most tests need a GPU."""
 
 import subprocess
 import sys
@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.recipes import classification_recipe
 from torch import nn
 
 import pale
 from pale.train.distributed import World
 from pale.train.drop_path import DropPaths
 from pale.train.evaluate import autocast
-from pale.train.graphed import GraphedStep
-from pale.train.loop import Trainer, train
+from pale.train.graphed import GraphedStep, renew_accumulators
+from pale.train.loop import build_trainer, train
 
 from .test_loop import assert_same, events, weights
-from .tiny import tiny
 
 CPU = World(torch.device("cpu"))
 
@@ -27,13 +27,31 @@ def test_a_batch_that_is_not_on_a_gpu_is_refused():
         GraphedStep(lambda batch: batch["x"], nn.Linear(1, 1), {"x": torch.ones(1)})
 
 
-def test_without_a_gpu_it_changes_nothing_and_says_so(tmp_path, capsys):
-    train(tiny(epochs=1), tmp_path / "plain", CPU, quiet=True)
-    train(tiny(epochs=1, cuda_graph=True), tmp_path / "graph", CPU)
-    assert (
-        "cuda_graph=true changes nothing here: there is no CUDA device" in capsys.readouterr().out
-    )
+def test_without_a_gpu_it_changes_nothing_and_is_reported(tmp_path, capsys):
+    train(classification_recipe(epochs=1), tmp_path / "plain", CPU, quiet=True)
+    train(classification_recipe(epochs=1, cuda_graph=True), tmp_path / "graph", CPU)
+    assert "cuda_graph=true has no effect: there is no CUDA device" in capsys.readouterr().out
     assert_same(weights(tmp_path / "plain"), weights(tmp_path / "graph"))
+
+
+def test_renewed_accumulators_are_other_nodes_and_data_stays_where_it_is():
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    kept = model(
+        torch.ones(1, 3, dtype=torch.float64)
+    )  # an autograd graph, as a recording keeps one
+
+    def node():
+        return model.weight.expand_as(model.weight).grad_fn.next_functions[0][0]
+
+    old, place, values = node(), model.weight.data_ptr(), model.weight.detach().clone()
+    assert node() is old
+    renew_accumulators(model)
+    assert node() is not old
+    assert model.weight.data_ptr() == place
+    assert torch.equal(model.weight, values)
+    kept.sum().backward()
+    model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((2, 3), 2.0, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +73,7 @@ def test_without_a_gpu_it_changes_nothing_and_says_so(tmp_path, capsys):
 def test_by_default_steps_are_graphs_where_that_is_known_to_work(
     changes, cuda, processes, expected
 ):
-    assert tiny().override(changes).graphs(cuda, processes) is expected
+    assert classification_recipe().override(changes).uses_cuda_graph(cuda, processes) is expected
 
 
 def step_of(model, dtype):
@@ -139,14 +157,14 @@ def test_replays_add_up_buffers_move_once_and_unused_parameters_have_no_gradient
 def test_another_batch_size_is_refused():
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 4)).cuda()
     graphed = GraphedStep(step_of(model, None), model, batch_of(0))
-    with pytest.raises(ValueError, match=r"takes batches of .*\(8, 4\).* alone, got .*\(6, 4\)"):
+    with pytest.raises(ValueError, match=r"needs batches of shapes .*\(8, 4\).*, got .*\(6, 4\)"):
         graphed(batch_of(0, size=6))
 
 
 WAITS = """
 import torch
 from torch import nn
-from pale.train.graphed import GraphedStep
+from pale.train.graphed import GraphedStep, renew_accumulators
 
 model = nn.Linear(4, 4).cuda()
 
@@ -177,8 +195,8 @@ def test_a_step_that_waits_for_the_device_cannot_be_recorded():
 def test_a_run_with_a_graph_is_the_run_without(tmp_path, precision, accumulate):
     world = World(torch.device("cuda"))
     changes = {"precision": precision, "accumulate": accumulate, "data__workers": 2}
-    train(tiny(**changes, cuda_graph=False), tmp_path / "eager", world, quiet=True)
-    train(tiny(**changes, cuda_graph=True), tmp_path / "graph", world, quiet=True)
+    train(classification_recipe(**changes, cuda_graph=False), tmp_path / "eager", world, quiet=True)
+    train(classification_recipe(**changes, cuda_graph=True), tmp_path / "graph", world, quiet=True)
     for a, b in zip(
         events(tmp_path / "eager", "step"), events(tmp_path / "graph", "step"), strict=True
     ):
@@ -187,7 +205,7 @@ def test_a_run_with_a_graph_is_the_run_without(tmp_path, precision, accumulate):
     for path in (tmp_path / "graph/checkpoints").iterdir():
         assert path.name == "step_00000009"
     outcome = train(
-        tiny(**changes, cuda_graph=True, epochs=4),
+        classification_recipe(**changes, cuda_graph=True, epochs=4),
         tmp_path / "graph",
         world,
         resume=True,
@@ -197,11 +215,10 @@ def test_a_run_with_a_graph_is_the_run_without(tmp_path, precision, accumulate):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_on_cuda_steps_are_looked_at_later_and_nothing_waits_for_the_device(tmp_path):
+def test_on_cuda_steps_are_checked_later_without_synchronisation(tmp_path):
     world = World(torch.device("cuda"))
-    trainer = Trainer(tiny(cuda_graph=False), tmp_path, world)
-    assert trainer.guard is not None
+    trainer = build_trainer(classification_recipe(cuda_graph=False), tmp_path, world)
+    assert trainer.stepper.guard is not None
     loader = torch.utils.data.DataLoader(
         trainer.data,
         batch_sampler=trainer.sampler,
@@ -214,13 +231,13 @@ def test_on_cuda_steps_are_looked_at_later_and_nothing_waits_for_the_device(tmp_
     batch, losses = next(iterator), torch.zeros((), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        trainer.drop_paths.draw(4, trainer.sampler.positions[0])
+        trainer.stepper.network.drop_paths.draw(4, trainer.sampler.positions[0])
         images = batch["images"].to("cuda", non_blocking=True).float()
         prepared = {"images": images, "targets": torch.ones(len(images), 8, device="cuda") / 8}
-        loss = trainer._compute(prepared)
-        norm = nn.utils.clip_grad_norm_(trainer.model.parameters(), 5.0)
-        trainer._update(loss, norm, batch["keys"])
-        trainer._zero_grad()
+        loss = trainer.stepper._compute(prepared)
+        norm = nn.utils.clip_grad_norm_(trainer.state.model.parameters(), 5.0)
+        trainer.stepper._update(loss, norm, batch["keys"])
+        trainer.stepper.zero_grad()
         losses += loss
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -10,16 +10,17 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.datasets import write_image_folders
+from support.recipes import CLASSIFICATION, classification_recipe, token_label_recipe
 
-from pale.cli import main
-from pale.data.labelled import batches, make_loader
-from pale.recipes.schema import text
+from pale.cli.main import main
+from pale.data.loader import iterate_batches, make_loader
+from pale.errors import DataError, NonFiniteError
+from pale.recipes.files import recipe_to_yaml
 from pale.train import loop
 from pale.train.distributed import World
 from pale.train.log import read
-from pale.train.loop import NonFiniteError, Trainer, train
-
-from .tiny import CHANGES, picture_folders, star, tiny
+from pale.train.loop import Trainer, build_trainer, train
 
 ALONE = World(torch.device("cpu"))
 
@@ -42,8 +43,15 @@ def events(run, kind):
     return [entry for entry in read(run / "log.jsonl") if entry["event"] == kind]
 
 
+def lose_the_last(run):
+    """Damage the last checkpoint of six steps; the one before it is of step 4."""
+    names = [path.name for path in sorted((run / "checkpoints").glob("step_*"))]
+    assert names[-2:] == ["step_00000004", "step_00000006"]
+    (run / "checkpoints/step_00000006/trainer.pt").unlink()
+
+
 def test_a_run_leaves_log_recipe_weights_and_checkpoint(tmp_path):
-    outcome = train(tiny(), tmp_path, ALONE, quiet=True)
+    outcome = train(classification_recipe(), tmp_path, ALONE, quiet=True)
     assert outcome.step == outcome.steps == 9
     assert outcome.signal is None
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -66,76 +74,74 @@ def test_a_run_leaves_log_recipe_weights_and_checkpoint(tmp_path):
 def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path):
     for name in ("a", "b"):
         torch.manual_seed(hash(name) % 1000)
-        train(tiny(), tmp_path / name, ALONE, quiet=True)
+        train(classification_recipe(), tmp_path / name, ALONE, quiet=True)
     assert_same(weights(tmp_path / "a"), weights(tmp_path / "b"))
-    train(tiny(seed=1), tmp_path / "c", ALONE, quiet=True)
+    train(classification_recipe(seed=1), tmp_path / "c", ALONE, quiet=True)
     with pytest.raises(AssertionError):
         assert_same(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_a_signal_saves_says_how_to_go_on_and_the_rest_is_bit_equal(
-    tmp_path, monkeypatch, capsys, which
-):
+def test_a_signal_saves_the_run_which_resumes_bit_equal(tmp_path, monkeypatch, capsys, which):
     before = signal.getsignal(which)
-    train(tiny(), tmp_path / "whole", ALONE, quiet=True)
+    train(classification_recipe(), tmp_path / "whole", ALONE, quiet=True)
     make_step = Trainer.make_step
 
     def interrupted(self, iterator):
-        if self.step == 4:
+        if self.state.step == 4:
             os.kill(os.getpid(), which)
         return make_step(self, iterator)
 
     run = tmp_path / "cut"
     monkeypatch.setattr(Trainer, "make_step", interrupted)
-    outcome = train(tiny(), run, ALONE)
+    outcome = train(classification_recipe(), run, ALONE)
     monkeypatch.undo()
     assert (outcome.step, outcome.signal) == (5, which)
-    said = capsys.readouterr().out.replace("\n", "")
-    assert f"stopped by {which.name} after step 5 of 9" in said
-    assert f"go on with: pale train --resume {run}" in said
-    assert train(tiny(), run, ALONE, resume=True, quiet=True).step == 9
+    output = capsys.readouterr().out.replace("\n", "")
+    assert f"stopped by {which.name} after step 5 of 9" in output
+    assert f"resume with: pale train --resume {run}" in output
+    assert train(classification_recipe(), run, ALONE, resume=True, quiet=True).step == 9
     assert_same(weights(tmp_path / "whole"), weights(run))
     curve = [(e["step"], e["loss"]) for e in events(run, "step")]
     assert curve == [(e["step"], e["loss"]) for e in events(tmp_path / "whole", "step")]
     assert signal.getsignal(which) == before
 
 
-def test_accumulation_changes_rounding_alone(tmp_path):
-    train(tiny(), tmp_path / "one", ALONE, quiet=True)
-    train(tiny(accumulate=2), tmp_path / "two", ALONE, quiet=True)
-    for a, b in zip(
-        events(tmp_path / "one", "step"), events(tmp_path / "two", "step"), strict=True
-    ):
+def test_accumulation_changes_only_rounding(tmp_path):
+    train(classification_recipe(), tmp_path / "one", ALONE, quiet=True)
+    train(classification_recipe(accumulate=2), tmp_path / "two", ALONE, quiet=True)
+    one, two = (events(tmp_path / run, "step") for run in ("one", "two"))
+    assert len(one) == len(two) > 0
+    for a, b in zip(one, two, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 
 
 def test_workers_change_nothing(tmp_path):
-    train(tiny(), tmp_path / "none", ALONE, quiet=True)
-    train(tiny(data__workers=2), tmp_path / "two", ALONE, quiet=True)
+    train(classification_recipe(), tmp_path / "none", ALONE, quiet=True)
+    train(classification_recipe(data__workers=2), tmp_path / "two", ALONE, quiet=True)
     assert_same(weights(tmp_path / "none"), weights(tmp_path / "two"))
 
 
 def test_moving_average_is_that_of_the_weights(tmp_path):
-    trainer = Trainer(tiny(), tmp_path, ALONE)
-    expected = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer = build_trainer(classification_recipe(), tmp_path, ALONE)
+    expected = {name: p.detach().clone() for name, p in trainer.state.model.named_parameters()}
     loader = torch.utils.data.DataLoader(
         trainer.data, batch_sampler=trainer.sampler, collate_fn=trainer.task.collate
     )
     iterator = iter(loader)
     for _ in range(3):
         trainer.make_step(iterator)
-        for name, p in trainer.model.named_parameters():
+        for name, p in trainer.state.model.named_parameters():
             expected[name] = 0.9 * expected[name] + 0.1 * p.detach()
-    for name, p in trainer.ema.module.named_parameters():
+    for name, p in trainer.state.ema.module.named_parameters():
         assert torch.allclose(p, expected[name], atol=1e-6), name
 
 
 def test_clipping_bounds_the_step_and_reports_the_norm_before(tmp_path):
-    trainer = Trainer(tiny(optim__clip=1e-3), tmp_path, ALONE)
+    trainer = build_trainer(classification_recipe(optim__clip=1e-3), tmp_path, ALONE)
     norms = []
-    trainer.optimizer.register_step_pre_hook(
+    trainer.state.optimizer.register_step_pre_hook(
         lambda opt, *_: norms.append(
             torch.nn.utils.get_total_norm(
                 [p.grad for g in opt.param_groups for p in g["params"]]
@@ -146,7 +152,7 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before(tmp_path):
         trainer.data, batch_sampler=trainer.sampler, collate_fn=trainer.task.collate
     )
     done = trainer.make_step(iter(loader))
-    assert done["grad_norm"] > 0.01
+    assert done.grad_norm > 0.01
     assert norms == [pytest.approx(1e-3, rel=0.01)]
 
 
@@ -157,7 +163,7 @@ def poison(monkeypatch, steps):
         plain = self.task.loss
 
         def poisoned(model, batch):
-            return plain(model, batch) * (float("nan") if self.step in steps else 1.0)
+            return plain(model, batch) * (float("nan") if self.state.step in steps else 1.0)
 
         self.task.loss = poisoned
         try:
@@ -168,42 +174,44 @@ def poison(monkeypatch, steps):
     monkeypatch.setattr(loop.Trainer, "make_step", bad)
 
 
-def test_a_loss_that_is_no_number_stops_before_it_does_harm(tmp_path, monkeypatch):
+def test_a_nan_loss_stops_the_run_before_the_update(tmp_path, monkeypatch):
     poison(monkeypatch, {4})
     with pytest.raises(NonFiniteError) as error:
-        train(tiny(), tmp_path / "bad", ALONE, quiet=True)
+        train(classification_recipe(), tmp_path / "bad", ALONE, quiet=True)
     message = str(error.value)
     for words in ("step 4: loss nan", "at learning rate 0.0", "scene ", "--on_nonfinite skip"):
         assert words in message
     monkeypatch.undo()
     # The state before it was kept: going on without the poison is the run without it.
-    train(tiny(), tmp_path / "good", ALONE, quiet=True)
-    train(tiny(), tmp_path / "bad", ALONE, resume=True, quiet=True)
+    train(classification_recipe(), tmp_path / "good", ALONE, quiet=True)
+    train(classification_recipe(), tmp_path / "bad", ALONE, resume=True, quiet=True)
     assert_same(weights(tmp_path / "good"), weights(tmp_path / "bad"))
 
 
-def test_such_a_step_can_be_skipped_but_not_for_ever(tmp_path, monkeypatch):
+def test_nan_steps_can_be_skipped_up_to_a_limit(tmp_path, monkeypatch):
     poison(monkeypatch, {2, 4})
-    outcome = train(tiny(on_nonfinite="skip"), tmp_path / "a", ALONE, quiet=True)
+    outcome = train(classification_recipe(on_nonfinite="skip"), tmp_path / "a", ALONE, quiet=True)
     assert outcome.step == 9
     assert [entry["step"] for entry in events(tmp_path / "a", "skipped")] == [2, 4]
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "a").values())
     monkeypatch.undo()
     poison(monkeypatch, set(range(100)))
     with pytest.raises(NonFiniteError, match="step 9"):
-        train(tiny(on_nonfinite="skip", epochs=9), tmp_path / "b", ALONE, quiet=True)
+        train(
+            classification_recipe(on_nonfinite="skip", epochs=9), tmp_path / "b", ALONE, quiet=True
+        )
 
 
-def test_skipped_steps_are_told_on_the_screen_in_the_log_and_in_the_report(
+def test_skipped_steps_are_on_the_screen_in_the_log_and_in_the_report(
     tmp_path, monkeypatch, capsys
 ):
     poison(monkeypatch, {1, 2, 4, 6})
-    train(tiny(on_nonfinite="skip"), tmp_path, ALONE)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "skipped step 1: loss nan" in said
-    assert "skipped step 4" in said
-    assert "skipped step 6" not in said  # the first three in full
-    assert "4 steps were skipped" in said
+    train(classification_recipe(on_nonfinite="skip"), tmp_path, ALONE)
+    output = " ".join(capsys.readouterr().out.split())
+    assert "skipped step 1: loss nan" in output
+    assert "skipped step 4" in output
+    assert "skipped step 6" not in output  # the first three in full
+    assert "4 steps were skipped" in output
     assert "<tr><td>skipped<td>4 steps" in (tmp_path / "report.html").read_text()
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     for line in lines:
@@ -216,7 +224,7 @@ def test_skipped_steps_are_told_on_the_screen_in_the_log_and_in_the_report(
 @pytest.mark.parametrize("first", [0, 7])
 def test_a_run_that_ends_in_skipped_steps_has_failed(tmp_path, monkeypatch, first, delayed):
     poison(monkeypatch, set(range(first, 9)))
-    recipe = tiny(on_nonfinite="skip", log_every=100, eval_every=3)
+    recipe = classification_recipe(on_nonfinite="skip", log_every=100, eval_every=3)
     with pytest.raises(
         NonFiniteError, match=rf"skipped steps, {first} to 8, .*before them are saved"
     ):
@@ -229,43 +237,42 @@ def test_a_run_that_ends_in_skipped_steps_has_failed(tmp_path, monkeypatch, firs
     assert events(tmp_path / "bad", "skipped") == []
 
 
-def test_weights_that_are_no_numbers_are_no_result(tmp_path, monkeypatch):
+def test_a_run_with_nan_weights_has_failed(tmp_path, monkeypatch):
     make_step = Trainer.make_step
 
     def spoils(self, iterator):
         done = make_step(self, iterator)
-        if self.step == 9:
-            self.model.head.fc.bias.data[0] = float("inf")
+        if self.state.step == 9:
+            self.state.model.head.fc.bias.data[0] = float("inf")
         return done
 
     monkeypatch.setattr(Trainer, "make_step", spoils)
-    with pytest.raises(NonFiniteError, match="last step made weights that are no numbers"):
-        train(tiny(eval_every=3), tmp_path, ALONE, quiet=True)
+    with pytest.raises(NonFiniteError, match="last step made weights that are NaN or Inf"):
+        train(classification_recipe(eval_every=3), tmp_path, ALONE, quiet=True)
     assert not (tmp_path / "weights.safetensors").exists()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_trains_and_resumes(tmp_path, precision):
-    recipe = tiny(precision=precision, epochs=2)
+    recipe = classification_recipe(precision=precision, epochs=2)
     train(recipe, tmp_path / "whole", ALONE, quiet=True)
     losses = [entry["loss"] for entry in events(tmp_path / "whole", "step")]
     assert all(1 < loss < 4 for loss in losses)
     train(
-        tiny(precision=precision, epochs=2, saving__every_steps=2),
+        classification_recipe(precision=precision, epochs=2, saving__every_steps=2),
         tmp_path / "b",
         ALONE,
         quiet=True,
     )
-    for path in (tmp_path / "b" / "checkpoints").glob("step_*6"):
-        (path / "trainer.pt").unlink()  # the last one is lost
+    lose_the_last(tmp_path / "b")
     train(recipe, tmp_path / "b", ALONE, resume=True, quiet=True)
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "b"))
 
 
 @pytest.mark.parametrize("harm", ["cut short", "a loop"])
-def test_an_unreadable_picture_stops_the_run_but_loses_nothing(tmp_path, harm):
-    picture_folders(tmp_path / "data")
-    recipe = tiny(data__kind="folder", data__root=str(tmp_path / "data"), batch=2)
+def test_an_unreadable_image_stops_the_run_but_loses_no_step(tmp_path, harm):
+    write_image_folders(tmp_path / "data")
+    recipe = classification_recipe(data__kind="folder", data__root=str(tmp_path / "data"), batch=2)
     good = tmp_path / "data" / "train" / "a" / "2.png"
     content = good.read_bytes()
     good.unlink()
@@ -274,7 +281,7 @@ def test_an_unreadable_picture_stops_the_run_but_loses_nothing(tmp_path, harm):
     else:
         good.write_bytes(content[:40])
     run = tmp_path / "run"
-    with pytest.raises(ValueError, match=r"^/.*a/2\.png: cannot be read.* is saved, go on"):
+    with pytest.raises(ValueError, match=r"^/.*a/2\.png: cannot be read.* is saved; resume"):
         train(recipe, run, ALONE, quiet=True)
     good.unlink()
     good.write_bytes(content)
@@ -285,12 +292,12 @@ FAIL_THEN_TRAIN = """
 import sys
 from pathlib import Path
 import torch
-from pale.recipes.schema import read
+from pale.recipes.files import read_recipe
 from pale.train.distributed import World
 from pale.train.loop import train
 
 folder = Path(sys.argv[1])
-recipe, world = read(folder / "recipe.yaml"), World(torch.device("cpu"))
+recipe, world = read_recipe(folder / "recipe.yaml"), World(torch.device("cpu"))
 bad = folder / "data/train/a/2.png"
 content = bad.read_bytes()
 bad.write_bytes(content[:40])
@@ -304,12 +311,12 @@ print(train(recipe, folder / "run", world, resume=True, quiet=True).step)
 
 
 @pytest.mark.slow
-def test_a_program_that_went_on_after_an_unreadable_picture_ends(tmp_path):
+def test_a_process_that_continues_after_an_unreadable_image_ends(tmp_path):
     # A worker of the first run may still be there, and passes over the SIGTERM by which Python ends it.
-    picture_folders(tmp_path / "data")
+    write_image_folders(tmp_path / "data")
     changes = {"data__root": str(tmp_path / "data"), "data__workers": 1}
-    recipe = tiny(data__kind="folder", batch=2, **changes)
-    (tmp_path / "recipe.yaml").write_text(text(recipe))
+    recipe = classification_recipe(data__kind="folder", batch=2, **changes)
+    (tmp_path / "recipe.yaml").write_text(recipe_to_yaml(recipe))
     command = [sys.executable, "-c", FAIL_THEN_TRAIN, str(tmp_path)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -321,25 +328,23 @@ def test_a_program_that_went_on_after_an_unreadable_picture_ends(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"batch": 4}, {"seed": 3}], ids=["batch", "seed"])
-def test_what_says_which_samples_a_step_sees_cannot_change_when_a_run_goes_on(tmp_path, change):
-    train(tiny(epochs=1), tmp_path, ALONE, quiet=True)
+def test_batch_and_seed_cannot_change_when_a_run_resumes(tmp_path, change):
+    train(classification_recipe(epochs=1), tmp_path, ALONE, quiet=True)
     (name, value) = next(iter(change.items()))
     before = {"batch": 8, "seed": 0}[name]
     with pytest.raises(
-        ValueError, match=rf"{name} says.* got {value}, .* has {before}; .*--model"
+        ValueError, match=rf"{name} decides.* got {value}, .* has {before}; .*--model"
     ) as error:
-        train(tiny(**change), tmp_path, ALONE, resume=True, quiet=True)
+        train(classification_recipe(**change), tmp_path, ALONE, resume=True, quiet=True)
     # The way out that it shows is one.
     words = str(error.value).partition(": pale train ")[2].replace("DIR", str(tmp_path / "new"))
     assert main(["train", *words.split(), "--epochs", "1", "--json"]) == 0
 
 
-def test_more_steps_done_than_asked_for_is_an_error(tmp_path):
-    train(tiny(epochs=2), tmp_path, ALONE, quiet=True)
-    with pytest.raises(
-        ValueError, match="has done 6 steps, the recipe asks for 3; give more epochs"
-    ):
-        train(tiny(epochs=1), tmp_path, ALONE, resume=True, quiet=True)
+def test_a_checkpoint_with_more_steps_than_the_run_is_an_error(tmp_path):
+    train(classification_recipe(epochs=2), tmp_path, ALONE, quiet=True)
+    with pytest.raises(ValueError, match="has done 6 steps, the recipe has 3; give more epochs"):
+        train(classification_recipe(epochs=1), tmp_path, ALONE, resume=True, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -347,18 +352,20 @@ def test_more_steps_done_than_asked_for_is_an_error(tmp_path):
     [{"optim__weight_decay": 0.9}, {"optim__betas": [0.5, 0.9]}, {"optim__eps": 1e-3}],
     ids=lambda change: next(iter(change)),
 )
-def test_settings_of_the_optimizer_that_change_take_effect_when_a_run_goes_on(tmp_path, change):
-    train(tiny(epochs=2), tmp_path / "a", ALONE, quiet=True)
+def test_changed_settings_of_the_optimizer_take_effect_when_a_run_resumes(tmp_path, change):
+    train(classification_recipe(epochs=2), tmp_path / "a", ALONE, quiet=True)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    train(tiny(), tmp_path / "a", ALONE, resume=True, quiet=True)
-    trainer = Trainer(tiny(**change), tmp_path / "b", ALONE)
+    train(classification_recipe(), tmp_path / "a", ALONE, resume=True, quiet=True)
+    trainer = build_trainer(classification_recipe(**change), tmp_path / "b", ALONE)
     trainer.resume(pytest.fail)
     name = next(iter(change)).removeprefix("optim__")
     wanted = getattr(trainer.recipe.optim, name)
-    spared, others = (group[name] for group in trainer.optimizer.param_groups)
+    spared, others = (group[name] for group in trainer.state.optimizer.param_groups)
     assert others == wanted
     assert spared == (0 if name == "weight_decay" else wanted)
-    assert trainer.optimizer.state_dict()["state"][0]["step"] == 6  # the moments are the run's
+    assert (
+        trainer.state.optimizer.state_dict()["state"][0]["step"] == 6
+    )  # the moments are the run's
     train(trainer.recipe, tmp_path / "b", ALONE, resume=True, quiet=True)
     one, two = weights(tmp_path / "a"), weights(tmp_path / "b")
     assert any(not torch.equal(one[name], two[name]) for name in one)
@@ -367,41 +374,49 @@ def test_settings_of_the_optimizer_that_change_take_effect_when_a_run_goes_on(tm
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optim__layer_decay": 0.7}, "groups parameters otherwise.*optim.layer_decay cannot be"),
-        ({"optim__name": "muon"}, "groups parameters otherwise.*optim.name cannot change"),
+        ({"optim__layer_decay": 0.7}, "parameter groups differ.*optim.layer_decay cannot be"),
+        ({"optim__name": "muon"}, "parameter groups differ.*optim.name cannot change"),
         (
             {"model__options": {"depths": [2, 1, 1, 1]}},
-            r"it holds \d+ parameters, the model \d+.*go on with the recipe of the run",
+            r"it has \d+ parameters, the model has \d+.*resume with the recipe of the run",
         ),
         (
-            {"model__options": CHANGES["model.options"] | {"channels": [8, 16, 16, 32]}},
-            r"head.fc.weight is \(8, 16\) there, \(8, 32\) here.*the model cannot change",
+            {"model__options": CLASSIFICATION["model.options"] | {"channels": [8, 16, 16, 32]}},
+            r"head.fc.weight has shape \(8, 16\) there, \(8, 32\) here.*the model cannot change",
         ),
     ],
     ids=["layer decay", "optimizer", "depth", "width"],
 )
-def test_what_cannot_change_when_a_run_goes_on_is_said(tmp_path, change, message):
-    train(tiny(epochs=1, ema=None), tmp_path, ALONE, quiet=True)
+def test_settings_that_cannot_change_when_a_run_resumes_are_reported(tmp_path, change, message):
+    train(classification_recipe(epochs=1, ema=None), tmp_path, ALONE, quiet=True)
     with pytest.raises(ValueError, match=message):
-        train(tiny(ema=None, **change), tmp_path, ALONE, resume=True, quiet=True)
+        train(classification_recipe(ema=None, **change), tmp_path, ALONE, resume=True, quiet=True)
 
 
 @pytest.mark.parametrize("names", [("adamw", "muon"), ("muon", "adamw")])
 def test_the_optimizer_cannot_change_where_its_groups_are_the_same(tmp_path, names):
-    """All that a ResNet decays are matrices."""
+    """All parameters of a ResNet with weight decay are matrices."""
     plain = {"model__name": "resnet10t", "model__options": {}, "model__drop_path": 0.0, "ema": None}
-    train(tiny(epochs=1, optim__name=names[0], **plain), tmp_path, ALONE, quiet=True)
+    train(
+        classification_recipe(epochs=1, optim__name=names[0], **plain), tmp_path, ALONE, quiet=True
+    )
     with pytest.raises(ValueError, match=r"optim\.name cannot change"):
-        train(tiny(optim__name=names[1], **plain), tmp_path, ALONE, resume=True, quiet=True)
+        train(
+            classification_recipe(optim__name=names[1], **plain),
+            tmp_path,
+            ALONE,
+            resume=True,
+            quiet=True,
+        )
 
 
-def test_a_run_by_muon_goes_on_bit_equal(tmp_path):
-    recipe = tiny(optim__name="muon")
+def test_a_run_with_muon_resumes_bit_equal(tmp_path):
+    recipe = classification_recipe(optim__name="muon")
     train(recipe, tmp_path / "a", ALONE, quiet=True)
-    trainer = Trainer(recipe, tmp_path / "b", ALONE)
+    trainer = build_trainer(recipe, tmp_path / "b", ALONE)
     trainer.run.mkdir()
     loader = make_loader(trainer.data, trainer.sampler, trainer.task.collate, 0, False)
-    iterator = batches(loader)
+    iterator = iterate_batches(loader)
     for _ in range(4):
         trainer.make_step(iterator)
     trainer.save()
@@ -409,14 +424,14 @@ def test_a_run_by_muon_goes_on_bit_equal(tmp_path):
     assert_same(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
-def test_a_batch_that_cannot_be_shared_out_is_refused_at_once(tmp_path):
+def test_a_batch_that_processes_cannot_split_is_refused_at_once(tmp_path):
     with pytest.raises(ValueError, match="batch of 9 cannot be cut into 2 equal parts"):
-        train(tiny(batch=9, accumulate=2), tmp_path, ALONE, quiet=True)
+        train(classification_recipe(batch=9, accumulate=2), tmp_path, ALONE, quiet=True)
 
 
 def test_checkpointed_blocks_drop_the_same_paths(tmp_path):
-    train(tiny(), tmp_path / "plain", ALONE, quiet=True)
-    train(tiny(model__checkpointing=True), tmp_path / "again", ALONE, quiet=True)
+    train(classification_recipe(), tmp_path / "plain", ALONE, quiet=True)
+    train(classification_recipe(model__checkpointing=True), tmp_path / "again", ALONE, quiet=True)
     assert_same(weights(tmp_path / "plain"), weights(tmp_path / "again"), atol=1e-6)
 
 
@@ -424,7 +439,7 @@ def test_tensorboard_gets_every_figure_on_request(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tiny(tensorboard=True), tmp_path, ALONE, quiet=True)
+    train(classification_recipe(tensorboard=True), tmp_path, ALONE, quiet=True)
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     losses = [(scalar.step, scalar.value) for scalar in board.Scalars("step/loss")]
     assert losses == [(e["step"], pytest.approx(e["loss"])) for e in events(tmp_path, "step")]
@@ -436,39 +451,39 @@ def test_a_compiled_model_makes_the_same_run(tmp_path, monkeypatch):
     # Traced in full, but not handed to a C++ compiler: masks of drop path must be inputs, not constants.
     compile_ = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", compile_)
-    train(tiny(epochs=2), tmp_path / "eager", ALONE, quiet=True)
-    train(tiny(epochs=2, compile=True), tmp_path / "compiled", ALONE, quiet=True)
+    train(classification_recipe(epochs=2), tmp_path / "eager", ALONE, quiet=True)
+    train(classification_recipe(epochs=2, compile=True), tmp_path / "compiled", ALONE, quiet=True)
     curves = [[e["loss"] for e in events(tmp_path / n, "step")] for n in ("eager", "compiled")]
     assert curves[1] == pytest.approx(curves[0], rel=1e-3)
 
 
 def test_a_timm_model_trains_with_its_own_drop_path(tmp_path):
     options = {"depths": [1, 1], "embed_dim": 16, "num_heads": [2, 2], "window_size": 4}
-    recipe = tiny(
+    recipe = classification_recipe(
         model__name="swin_tiny_patch4_window7_224",
         model__options={**options, "img_size": 32},
         epochs=1,
         accumulate=2,
     )
-    trainer = Trainer(recipe, tmp_path, ALONE)
-    assert len(trainer.drop_paths.masks) == 2
+    trainer = build_trainer(recipe, tmp_path, ALONE)
+    assert len(trainer.stepper.network.drop_paths.masks) == 2
     assert train(recipe, tmp_path, ALONE, quiet=True).step == 3
 
 
-def test_a_picture_of_the_last_evaluation_can_be_repaired(tmp_path, monkeypatch):
-    train(tiny(), tmp_path / "good", ALONE, quiet=True)
+def test_an_image_of_the_last_evaluation_can_be_repaired(tmp_path, monkeypatch):
+    train(classification_recipe(), tmp_path / "good", ALONE, quiet=True)
     run, plain = tmp_path / "run", loop.Evaluation.run
 
     def fails_at_the_end(self, model, dtype):
         if (run / "weights.safetensors").exists() and len(events(run, "eval")) == 2:
-            raise ValueError("val/a.png: cannot be read")
+            raise DataError("val/a.png: cannot be read")
         return plain(self, model, dtype)
 
     monkeypatch.setattr(loop.Evaluation, "run", fails_at_the_end)
     with pytest.raises(ValueError, match=r"a\.png: cannot be read; step 9 is saved"):
-        train(tiny(), run, ALONE, quiet=True)
+        train(classification_recipe(), run, ALONE, quiet=True)
     monkeypatch.undo()
-    train(tiny(), run, ALONE, resume=True, quiet=True)
+    train(classification_recipe(), run, ALONE, resume=True, quiet=True)
     assert_same(weights(run), weights(tmp_path / "good"))
     assert [e["step"] for e in events(run, "eval")] == [3, 6, 9]
 
@@ -478,7 +493,9 @@ def test_a_picture_of_the_last_evaluation_can_be_repaired(tmp_path, monkeypatch)
 def test_a_signal_to_the_whole_group_reaches_the_workers_too_and_loses_nothing(tmp_path, which):
     # Ctrl-C on a terminal, timeout and cluster managers all signal every process of the group.
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(text(tiny(epochs=100_000, eval_every=100_000, data__workers=2)))
+    recipe.write_text(
+        recipe_to_yaml(classification_recipe(epochs=100_000, eval_every=100_000, data__workers=2))
+    )
     run = tmp_path / "run"
     process = subprocess.Popen(
         [sys.executable, "-m", "pale", "train", "--config", recipe, "--output", run],
@@ -493,21 +510,23 @@ def test_a_signal_to_the_whole_group_reaches_the_workers_too_and_loses_nothing(t
     os.killpg(process.pid, which)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + which, err
-    said = " ".join(out.split())
-    assert f"stopped by {which.name} after step " in said
-    assert "all is saved" in said
-    done = int(said.partition("after step ")[2].split()[0])
+    output = " ".join(out.split())
+    assert f"stopped by {which.name} after step " in output
+    assert "the state is saved" in output
+    done = int(output.partition("after step ")[2].split()[0])
     assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step_{done:08d}"]
     assert err == ""
 
 
-@pytest.mark.parametrize("work", ["decoding", "pictures"])
-@pytest.mark.parametrize("make", [tiny, star], ids=["mixed", "token labels"])
-def test_images_made_on_the_device_train_as_those_of_workers_do(tmp_path, make, work):
+@pytest.mark.parametrize("work", ["decoding", "pictures"])  # kept name
+@pytest.mark.parametrize(
+    "make", [classification_recipe, token_label_recipe], ids=["mixed", "token labels"]
+)
+def test_images_augmented_on_the_device_train_as_those_of_workers(tmp_path, make, work):
     def recipe(on_device):
         # Without erasing, whose noise is another there.
         changes = {"data__on_device": on_device, "augment": {"erase": 0.0}, "optim__lr": 1e-3}
-        where = () if make is tiny else (tmp_path / f"labels_{on_device}",)
+        where = () if make is classification_recipe else (tmp_path / f"labels_{on_device}",)
         return make(*where, **changes)
 
     for on_device in "nothing", work:
@@ -520,12 +539,13 @@ def test_images_made_on_the_device_train_as_those_of_workers_do(tmp_path, make, 
     assert found != known  # other pixels by a grey level: it was really another way
 
 
-@pytest.mark.parametrize("work", ["decoding", "pictures"])
-def test_images_made_on_the_device_resume_to_the_bit(tmp_path, work):
+@pytest.mark.parametrize("work", ["decoding", "pictures"])  # kept name
+def test_images_augmented_on_the_device_resume_bit_equal(tmp_path, work):
     changes = {"data__on_device": work, "data__workers": 2, "epochs": 2}
-    train(tiny(**changes), tmp_path / "whole", ALONE, quiet=True)
-    train(tiny(**changes, saving__every_steps=2), tmp_path / "b", ALONE, quiet=True)
-    for path in (tmp_path / "b" / "checkpoints").glob("step_*6"):
-        (path / "trainer.pt").unlink()  # the last one is lost
-    train(tiny(**changes), tmp_path / "b", ALONE, resume=True, quiet=True)
+    train(classification_recipe(**changes), tmp_path / "whole", ALONE, quiet=True)
+    train(
+        classification_recipe(**changes, saving__every_steps=2), tmp_path / "b", ALONE, quiet=True
+    )
+    lose_the_last(tmp_path / "b")
+    train(classification_recipe(**changes), tmp_path / "b", ALONE, resume=True, quiet=True)
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "b"))

@@ -1,4 +1,4 @@
-"""Drop path, optimizer, schedule, moving average, display: each against timm's or the formula."""
+"""Drop path, optimizer, schedule, moving average and display, against timm or the formula."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ from pale.data.stream import shard_positions
 from pale.recipes import get
 from pale.train.drop_path import DropPaths, SampledDropPath
 from pale.train.log import Display, Log, read, sparkline
-from pale.train.optim import optimizer, schedule
+from pale.train.optim import make_optimizer, make_schedule
 
 
 def nano(**arguments):
@@ -41,7 +41,7 @@ def test_every_drop_path_of_a_model_is_drawn_and_shards_make_up_the_whole():
     model = nano(drop_path_rate=0.5)
     whole = DropPaths(model, 16, 16, seed=3)
     assert not any(isinstance(module, DropPath) for module in model.modules())
-    assert len(whole.masks) == 2 * (sum(pale.pale_transformer.PALE_NANO.depths) - 1)
+    assert len(whole.masks) == 2 * (sum(pale.model.pale_transformer.PALE_NANO.depths) - 1)
     whole.draw(7, np.arange(16))
     for shard in range(4):
         part = DropPaths(nano(drop_path_rate=0.5), 16, 4, seed=3)
@@ -67,7 +67,7 @@ def test_drop_path_keeps_the_share_it_should():
 
 def test_norms_biases_and_ape_are_not_decayed():
     model = nano(position="ape")
-    groups = optimizer(model, get("imagenet.pale_t")).param_groups
+    groups = make_optimizer(model, get("imagenet.pale_t")).param_groups
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     assert len(decay) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
@@ -78,8 +78,8 @@ def test_norms_biases_and_ape_are_not_decayed():
 def test_layer_decay_makes_early_blocks_slow_and_the_head_fast():
     model = nano()
     recipe = get("finetune.pale_t")
-    adam = optimizer(model, recipe)
-    schedule(adam, recipe, 100, 256 * 10).step_update(50)
+    adam = make_optimizer(model, recipe)
+    make_schedule(adam, recipe, 100, 256 * 10).step_update(50)
     rate = {id(p): group["lr"] for group in adam.param_groups for p in group["params"]}
     rates = [
         rate[id(p)]
@@ -103,8 +103,8 @@ def test_learning_rate_scales_with_the_batch_unless_fixed():
 
 def test_schedule_is_a_linear_rise_then_a_cosine():
     recipe = get("imagenet.pale_t").override({"epochs": 10, "warmup_epochs": 2})
-    adam = optimizer(nano(), recipe)
-    plan = schedule(adam, recipe, steps=100, samples=1024 * 10)
+    adam = make_optimizer(nano(), recipe)
+    plan = make_schedule(adam, recipe, steps=100, samples=1024 * 10)
     rates = []
     for step in range(100):
         plan.step_update(step)
@@ -116,7 +116,7 @@ def test_schedule_is_a_linear_rise_then_a_cosine():
         assert rates[step] == pytest.approx(cosine)
 
 
-def test_log_that_goes_on_forgets_what_came_later(tmp_path):
+def test_a_resumed_log_drops_later_events(tmp_path):
     path = tmp_path / "log.jsonl"
     log = Log(path, 0)
     for step in range(5):
@@ -180,13 +180,13 @@ def test_muon_equals_timms_on_matrices_and_adamw_elsewhere(name):
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
     recipe = get("imagenet.pale_t").override({"optim.name": "muon", "optim.eps": 1e-7})
-    ours = optimizer(models[0], recipe)
+    ours = make_optimizer(models[0], recipe)
     tables = getattr(models[0], "no_weight_decay", set)()
     groups = param_groups_weight_decay(models[1], 0.05, no_weight_decay_list=tables)
     timms = timm.optim.Muon(
         groups, recipe.peak_lr, nesterov=True, ns_coefficients="original", eps=1e-7
     )
-    adamw = optimizer(models[2], recipe.override({"optim.name": "adamw"}))
+    adamw = make_optimizer(models[2], recipe.override({"optim.name": "adamw"}))
     with mock.patch("timm.optim.muon.zeropower_via_newtonschulz", in_float32):
         for seed in range(3):
             for model, each in zip(models, (ours, timms, adamw), strict=True):
@@ -201,10 +201,10 @@ def test_muon_equals_timms_on_matrices_and_adamw_elsewhere(name):
         torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=2e-6, msg=label)
 
 
-def test_muon_leaves_a_step_out_and_goes_on_from_its_state():
+def test_muon_skips_a_step_and_resumes_from_its_state():
     recipe = get("small_data.pale_t").override({"optim.name": "muon"})
     model, twin = nano(), nano()
-    ours = optimizer(model, recipe)
+    ours = make_optimizer(model, recipe)
     gradients(model, 0)
     ours.step()
     before = copy.deepcopy([model.state_dict(), ours.state_dict()])
@@ -220,7 +220,7 @@ def test_muon_leaves_a_step_out_and_goes_on_from_its_state():
         atol=0,
     )
     twin.load_state_dict(before[0])
-    other = optimizer(twin, recipe)
+    other = make_optimizer(twin, recipe)
     other.load_state_dict(before[1])
     ours.found_inf = torch.zeros(())
     for each, adam in ((model, ours), (twin, other)):
@@ -229,6 +229,6 @@ def test_muon_leaves_a_step_out_and_goes_on_from_its_state():
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
 
 
-def test_muon_wants_whole_matrices():
-    with pytest.raises(ValueError, match="works on whole matrices, got parallel=fsdp"):
+def test_muon_refuses_shards():
+    with pytest.raises(ValueError, match="needs whole matrices, got parallel=fsdp"):
         get("small_data.pale_t").override({"optim.name": "muon", "parallel": "fsdp"})

@@ -1,37 +1,36 @@
-"""Runs that count steps in place of epochs, and batch norm over processes."""
+"""Runs with a length in steps, and batch norm over several processes."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from support.recipes import classification_recipe
 from torch import nn
 
+from pale.core.settings import vary
 from pale.data.stream import Stream
 from pale.recipes import get
 from pale.recipes.schema import Optim
-from pale.settings import vary
 from pale.train.distributed import World
-from pale.train.optim import schedule
+from pale.train.optim import make_schedule
 from pale.train.sync_batch_norm import sync_batch_norms
-
-from .tiny import tiny
 
 
 def test_a_stream_of_so_many_steps_goes_through_epoch_after_epoch():
-    stream = Stream(10, 4, epochs=300, seed=0, exactly=7)
+    stream = Stream(10, 4, epochs=300, seed=0, fixed_steps=7)
     assert stream.steps == 7
     assert [stream.ends_epoch(step) for step in range(1, 8)] == [0, 0, 1, 0, 1, 0, 1]
 
 
-def test_the_linear_schedule_warms_up_and_ends_at_nothing():
+def test_the_linear_schedule_warms_up_and_ends_at_zero():
     recipe = vary(
-        tiny(),
+        classification_recipe(),
         optim=Optim(lr=1.0, scale_lr=False, min_lr=0, warmup_lr=0, schedule="linear"),
         warmup_steps=10,
     )
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], 1.0)
     rates = []
-    scheduler = schedule(optimizer, recipe, 100, samples=22)
+    scheduler = make_schedule(optimizer, recipe, 100, samples=22)
     for step in range(100):
         scheduler.step_update(step)
         rates.append(optimizer.param_groups[0]["lr"])

@@ -5,15 +5,14 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.recipes import token_label_recipe
 
-from pale.cli import main
+from pale.cli.main import main
 from pale.recipes import get
-from pale.teacher import Teacher, make
+from pale.tools.teacher import Teacher, write_token_labels
 from pale.train.distributed import World
 from pale.train.log import read
 from pale.train.loop import train
-
-from .tiny import star
 
 ALONE = World(torch.device("cpu"))
 
@@ -22,8 +21,8 @@ def losses(run):
     return [entry["loss"] for entry in read(run / "log.jsonl") if entry["event"] == "step"]
 
 
-def test_a_run_goes_on_bit_equal_from_the_middle_of_an_epoch(tmp_path):
-    recipe = star(tmp_path / "store", saving__every_steps=4, saving__keep=9)
+def test_a_run_resumes_bit_equal_from_the_middle_of_an_epoch(tmp_path):
+    recipe = token_label_recipe(tmp_path / "store", saving__every_steps=4, saving__keep=9)
     train(recipe, tmp_path / "whole", ALONE, quiet=True)
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     for name in ("step_00000008", "step_00000009"):
@@ -38,15 +37,20 @@ def test_a_run_goes_on_bit_equal_from_the_middle_of_an_epoch(tmp_path):
         assert all(torch.equal(tensor, two[key]) for key, tensor in one.items())
 
 
-def test_pieces_of_a_batch_are_mixed_as_the_whole(tmp_path):
+def test_parts_of_a_batch_are_mixed_as_the_whole(tmp_path):
     short = {"epochs": 1, "warmup_epochs": 0}
-    train(star(tmp_path / "store", **short), tmp_path / "one", ALONE, quiet=True)
-    train(star(tmp_path / "store", accumulate=2, **short), tmp_path / "two", ALONE, quiet=True)
+    train(token_label_recipe(tmp_path / "store", **short), tmp_path / "one", ALONE, quiet=True)
+    train(
+        token_label_recipe(tmp_path / "store", accumulate=2, **short),
+        tmp_path / "two",
+        ALONE,
+        quiet=True,
+    )
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
 
 
 def test_evaluation_needs_no_store(tmp_path, capsys):
-    train(star(tmp_path / "store", epochs=1), tmp_path / "run", ALONE, quiet=True)
+    train(token_label_recipe(tmp_path / "store", epochs=1), tmp_path / "run", ALONE, quiet=True)
     shutil.rmtree(tmp_path / "store")
     assert main(["eval", str(tmp_path / "run"), "--json"]) == 0
     assert main(["train", "--resume", str(tmp_path / "run"), "--epochs", "4"]) == 1
@@ -54,7 +58,7 @@ def test_evaluation_needs_no_store(tmp_path, capsys):
 
 
 class Oracle(torch.nn.Module):
-    """Knows the classes of the pictures it will be shown, in their order."""
+    """Returns the classes of the images in their order."""
 
     num_features = 1
 
@@ -89,9 +93,11 @@ def test_a_model_learns_from_the_dense_labels(tmp_path):
     }
     recipe = get("quickstart").override(changes)
     source = recipe.data.train_source(recipe.seed)
-    # One picture of zeros asks for the grid.
+    # One image of zeros is used to find the grid.
     oracle = Oracle(len(source.classes), [0, *source.labels])
-    made = make(Teacher("oracle", oracle, 32, (0.5,) * 3, (0.5,) * 3), source, tmp_path / "store")
+    made = write_token_labels(
+        Teacher("oracle", oracle, 32, (0.5,) * 3, (0.5,) * 3), source, tmp_path / "store"
+    )
     assert made.agreement == 100
     train(recipe, tmp_path / "run", ALONE, quiet=True)
     values = losses(tmp_path / "run")

@@ -1,10 +1,10 @@
 """3x3 depthwise convolution of channels-last maps.
 
-Eager and exported programs call PyTorch's own convolution. Compiled programs do not: handed a convolution and the two
-permutations around it, Inductor picks odd layouts for the tensors in between and copies each input once for every
-convolution that reads it (a tenth of a compiled Pale-T on two CPU cores). To the compiler it is one operator on
-(b, h, w, c), and for inference on a CPU nine shifted products of a padded map, which it turns into one vectorised loop
-together with what stands around them.
+Eager and exported programs call PyTorch's own convolution. Compiled programs do not: for a convolution between two
+permutations, Inductor chooses slow layouts for the intermediate tensors and copies each input once for every
+convolution that reads it (a tenth of the time of a compiled Pale-T on two CPU cores). The compiler sees one operator on
+(b, h, w, c) instead, and for inference on a CPU nine shifted products of a padded map, which it fuses with the
+surrounding operations into one vectorised loop.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .sizes import exporting
 
 
 def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve each channel of `x`, (b, h, w, c), with its 3x3 of `weight`, (c, 1, 3, 3), zeros around the map."""
+    """Convolve each channel of `x`, (b, h, w, c), with its 3x3 kernel in `weight`, (c, 1, 3, 3); zero padding."""
     return depthwise_convs(x, [weight], [bias])[0]
 
 
 def depthwise_convs(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Several depthwise convolutions of one map."""
+    """Return several depthwise convolutions of one map."""
     pairs = list(zip(weights, biases, strict=True))
     if not torch.compiler.is_compiling() or exporting():
         return [convolve(x, weight, bias) for weight, bias in pairs]
@@ -43,14 +43,14 @@ def depthwise_convs(
 
 
 def _written(x: Tensor) -> Tensor:
-    """Makes the compiler compute `x` once and keep it, where it would repeat the computation for each reader."""
-    from torch._inductor.inductor_prims import force_stride_order
+    """Make the compiler compute `x` once; otherwise it repeats the computation for each reader."""
+    from ..compat import force_stride_order
 
     return force_stride_order(x, x.stride())
 
 
 def _shifted(padded: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
-    """The convolution as nine products; `padded` is (b, h + 2, w + 2, c), `taps` is (9, c)."""
+    """Return the convolution as nine products; `padded` is (b, h + 2, w + 2, c), `taps` is (9, c)."""
     h, w = padded.shape[1] - 2, padded.shape[2] - 2
     y = None
     for t in range(9):
@@ -62,12 +62,12 @@ def _shifted(padded: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The computation itself; both permutations are views."""
+    """Return the convolution by PyTorch; both permutations are views."""
     y = F.conv2d(x.permute(0, 3, 1, 2), weight, bias, padding=1, groups=weight.shape[0])
     return y.permute(0, 2, 3, 1)
 
 
-# Defined by hand: `custom_op` would add some 15 us to each of the 88 calls of a Pale-T.
+# Without `custom_op`, which would add about 15 us to each of the 88 calls of a Pale-T.
 _library = torch.library.Library("pale", "FRAGMENT")
 _library.define("depthwise_conv(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(

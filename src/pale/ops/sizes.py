@@ -1,14 +1,18 @@
 """Sizes in exported programs.
 
-A tracer ties a program to facts about the sizes it was traced with: this map is larger than one
-pixel, there are several groups, nothing needs padding. An exported program must run at every size,
-so under `torch.export` sizes are made opaque: written into a tensor and read back, so that the
-tracer knows nothing about them but that they are positive.
+Sizes that are fixed when `torch.export` traces are plain numbers, which gives the fastest program. With dynamic sizes
+the tracer must not tie the program to facts about the example: that there are several groups, or that nothing needs
+padding. The number and size of groups are therefore opaque: written to a tensor and read back, so that the tracer knows
+only that they are positive. Height and width of the maps are symbols of the tracer. It distinguishes maps of one pixel
+from others, so the image must be larger than the model's stride (33 px for a stride of 32); it raises an error if the
+given range allows less.
 
-AOTInductor (torch 2.15) computes wrong numbers from such sizes. For it they stay the tracer's own
-symbols: `symbolic_sizes`. The operations are the same, and none of them depends on a size being large.
+`every_size` removes this restriction: the sizes of the image are opaque too. Such a program is correct in PyTorch and
+ONNX, but Inductor (torch 2.15) computes wrong results from convolutions of opaque sizes: it expects their results to be
+contiguous and runs them channels-last.
 
-A program for one size alone may know all about it, and is the faster for it: `fixed_sizes`.
+`symbolic_sizes` makes nothing opaque; it is for AOTInductor, traced with a large image. `fixed_sizes` uses height and
+width of the example, even if other sizes are dynamic.
 """
 
 from __future__ import annotations
@@ -20,25 +24,32 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..compat import check_fact, is_exporting
 
-def exporting() -> bool:
-    """Whether `torch.export` is tracing.
+exporting = is_exporting
 
-    Not `torch.compiler.is_exporting`, which torch 2.11 takes for true under `torch.compile` as well.
-    """
-    return torch.compiler._is_exporting_flag
-
-
-_known: Literal["nothing", "symbols", "numbers"] = "nothing"
+Known = Literal["maps", "nothing", "symbols", "numbers"]
+_known: Known = "maps"
 
 
-def any_size() -> bool:
-    """Whether a program is traced that must run at every size."""
-    return exporting() and _known != "numbers"
+def any_size(*sizes: int) -> bool:
+    """Return whether a program is traced in which one of these sizes is not fixed."""
+    return exporting() and _known != "numbers" and not all(map(_fixed, sizes))
+
+
+def _fixed(n: int) -> bool:
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(n)
+
+
+def every_size() -> AbstractContextManager[None]:
+    """Export for images of every size, including one pixel; not for AOTInductor."""
+    return _knowing("nothing")
 
 
 def symbolic_sizes() -> AbstractContextManager[None]:
-    """Export with the tracer's symbols for sizes."""
+    """Export with symbols of the tracer for all sizes."""
     return _knowing("symbols")
 
 
@@ -48,32 +59,36 @@ def fixed_sizes() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _knowing(what: Literal["symbols", "numbers"]) -> Iterator[None]:
+def _knowing(what: Known) -> Iterator[None]:
     global _known
-    _known = what
+    before, _known = _known, what
     try:
         yield
     finally:
-        _known = "nothing"
+        _known = before
 
 
 def opaque_size(n: int) -> int:
-    """`n`; when exporting, a number of which only `n >= 1` is known."""
-    if not exporting() or _known != "nothing":
+    """Return `n`; when exporting with dynamic sizes, a number of which only `n >= 1` is known."""
+    if not exporting() or _known in ("symbols", "numbers"):
         return n
+    return n if _known == "maps" and _fixed(n) else _opaque(n)
+
+
+def _opaque(n: int) -> int:
     size = torch.full((), n, dtype=torch.int64).item()
-    torch._check(size >= 1)
+    check_fact(size >= 1)
     return size  # type: ignore[return-value]
 
 
 def opaque_sizes(x: Tensor) -> Tensor:
-    """Images (b, c, h, w); when exporting, with opaque b, h and w."""
+    """Return images (b, c, h, w); when exporting for `every_size`, with opaque b, h and w."""
     if exporting() and _known == "nothing":
         for axis in (0, 2, 3):
-            x = x.index_select(axis, torch.arange(opaque_size(x.shape[axis]), device=x.device))
+            x = x.index_select(axis, torch.arange(_opaque(x.shape[axis]), device=x.device))
     return x
 
 
 def ceil_div(a: int, b: int) -> int:
-    """`a / b` rounded up, for positive numbers. Not `-(-a // b)`: ONNX divides towards zero."""
+    """Return `a / b` rounded up, for positive numbers. Not `-(-a // b)`: ONNX divides towards zero."""
     return (a + b - 1) // b

@@ -1,23 +1,26 @@
-"""Predictions for pictures: one interface for classes, pixels and objects.
+"""Inference on images: one interface for all tasks.
 
 ```python
 predictor = pale.Predictor("runs/mine")
 print(predictor("photo.jpg").words())
-predictor("photo.jpg").draw().save("seen.jpg")
+predictor("photo.jpg").draw().save("drawn.jpg")
 ```
 """
 
-from .picture import Picture, as_picture
+from ..tasks.classification.inference import Classified
+from ..tasks.detection.inference import Detected
+from ..tasks.prediction import Prediction
+from ..tasks.segmentation.inference import Segmented
+from .images import ImageLike, as_image
 from .predictor import Failed, Predictor
-from .results import Classified, Detected, Prediction, Segmented
 
 __all__ = [
     "Classified",
     "Detected",
     "Failed",
-    "Picture",
+    "ImageLike",
     "Prediction",
     "Predictor",
     "Segmented",
-    "as_picture",
+    "as_image",
 ]

@@ -1,83 +1,91 @@
-"""Predictions in a folder: a line of JSON and rows of CSV for each picture as it comes, and what is better seen."""
+"""Write predictions into a folder: JSON lines and CSV rows as they come, and drawn images."""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, TextIO
 
-from .results import Detected, Prediction, Segmented
+from ..core.escaping import csv_row
+from ..tasks.prediction import Collector, Prediction
+from .annotations import AnnotationWriter
 
 QUALITY = 90  # of JPEG
+MAX_NAME = 180  # bytes of the name of an output file or folder
 
 
 class Folder:
-    """Writes predictions below a folder; what was added stays, whenever it ends.
+    """Writes predictions into a folder; what was added is kept if the program ends early.
 
-    `predictions.jsonl` and `predictions.csv` grow with each picture. Segmentation adds NAME_mask.png (class numbers, in
-    their colours), detection `objects.json` in COCO's format when the folder is closed.
+    `predictions.jsonl` and `predictions.csv` grow with each image. A task may add further images, such as NAME_mask.png
+    of segmentation, and a file of all predictions when the folder is closed, such as objects.json of detection.
 
     Args:
-        path: the folder; it is made. Results of an earlier call in it are replaced.
-        drawn: write NAME_predicted.jpg, the prediction drawn on the picture.
+        path: the folder; it is created. Results of an earlier call in it are replaced.
+        drawn: write NAME_predicted.jpg, the prediction drawn on the image.
+        flush: pass each line on to the system at once.
     """
 
-    def __init__(self, path: Path, drawn: bool = True) -> None:
-        self.path, self.drawn = path, drawn
+    annotations: AnnotationWriter | None = (
+        None  # writes the predictions in the format of another tool
+    )
+
+    def __init__(self, path: Path, drawn: bool = True, flush: bool = True) -> None:
+        self.path, self.drawn, self.flush = path, drawn, flush
         path.mkdir(parents=True, exist_ok=True)
-        self._lines: TextIO = (path / "predictions.jsonl").open("w")
-        self._rows: TextIO = (path / "predictions.csv").open("w", newline="")
-        self._writer: csv.DictWriter[str] | None = None
-        self._images: list[dict[str, Any]] = []
-        self._objects: list[dict[str, Any]] = []
-        self._categories: list[dict[str, Any]] = []
+        self._lines: TextIO = (path / "predictions.jsonl").open("w", encoding="utf-8")
+        self._rows: TextIO = (path / "predictions.csv").open("w", newline="", encoding="utf-8")
+        self._writer: Any = None
+        self._columns: list[str] = []
+        self._collector: Collector | None = None
 
     def __enter__(self) -> Folder:
         return self
 
     def add(
-        self, said: Prediction, stem: str | None = None, where: Mapping[str, Any] | None = None
+        self,
+        prediction: Prediction,
+        stem: str | None = None,
+        where: Mapping[str, Any] | None = None,
     ) -> None:
-        """One prediction.
+        """Write one prediction.
 
         Args:
-            said: what was predicted.
-            stem: its pictures are named by this; none: no pictures.
-            where: what else a line and a row should tell, such as the frame of a video.
+            prediction: to be written.
+            stem: beginning of the names of its images; None: no images are written.
+            where: further values of its line and rows, such as the frame of a video.
         """
         more = dict(where or {})
-        self._lines.write(json.dumps(said.plain() | more) + "\n")
-        self._lines.flush()
-        for row in said.rows():
+        self._lines.write(json.dumps(prediction.plain() | more) + "\n")
+        for row in prediction.rows():
             full = row | more
             if self._writer is None:
-                self._writer = csv.DictWriter(self._rows, list(full))
-                self._writer.writeheader()
-            self._writer.writerow({k: v for k, v in full.items() if k in self._writer.fieldnames})
-        self._rows.flush()
-        if isinstance(said, Detected):
-            self._collect(said)
+                self._writer, self._columns = csv.writer(self._rows), list(full)
+                self._writer.writerow(csv_row(self._columns))
+            self._writer.writerow(csv_row(full.get(name) for name in self._columns))
+        if self.flush:
+            self._lines.flush()
+            self._rows.flush()
+        if prediction.collector is not None:
+            self._collector = self._collector or prediction.collector()
+            self._collector.add(prediction)
+        if self.annotations is not None:
+            self.annotations.add(prediction)
         if stem is not None:
-            self._draw(said, stem)
+            self._draw(prediction, stem)
 
-    def _draw(self, said: Prediction, stem: str) -> None:
+    def _draw(self, prediction: Prediction, stem: str) -> None:
         target = self.path / stem
         target.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(said, Segmented):
-            said.mask().save(f"{target}_mask.png")
+        for end, image in prediction.extra_images().items():
+            image.save(f"{target}{end}")
         if self.drawn:
-            said.draw().save(f"{target}_predicted.jpg", quality=QUALITY)
-
-    def _collect(self, said: Detected) -> None:
-        number = len(self._images) + 1
-        about = {"file_name": said.name, "width": said.picture.width, "height": said.picture.height}
-        self._images.append({"id": number} | about)
-        self._objects += [{"image_id": number} | entry for entry in said.objects]
-        pairs = zip(said.categories, said.classes, strict=True)
-        self._categories = [{"id": c, "name": n} for c, n in pairs]
+            prediction.draw().save(f"{target}_predicted.jpg", quality=QUALITY)
 
     def __exit__(
         self,
@@ -85,10 +93,31 @@ class Folder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files; objects.json holds what was found until now."""
-        self._lines.close()
-        self._rows.close()
-        if self._images:
-            content = {"images": self._images, "categories": self._categories}
-            content["annotations"] = self._objects
-            (self.path / "objects.json").write_text(json.dumps(content) + "\n")
+        """Close the files."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; the file of all predictions holds those so far."""
+        if self._lines.closed:
+            return
+        with ExitStack() as both:  # the second too if the disk is full
+            both.callback(self._rows.close)
+            both.callback(self._lines.close)
+        if self._collector is not None:
+            self._collector.write(self.path)
+        if self.annotations is not None:
+            self.annotations.close()
+
+
+def output_stem(name: str) -> str:
+    """Return the name of an image's files, below the output folder for every name.
+
+    The suffix stays (`a.jpg_mask.png`): one of several jobs does not know the names of the others. A name that leads
+    elsewhere, or is too long for a file system, gets a hash instead.
+    """
+    path = PurePosixPath(name.replace("\\", "/"))
+    parts = path.parts
+    unsafe = path.is_absolute() or ".." in parts or ":" in (parts or ("",))[0] or "\0" in name
+    if unsafe or not parts or any(len(part.encode()) > MAX_NAME for part in parts):
+        return f"other/{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
+    return str(path)

@@ -1,282 +1,297 @@
-"""A model of any of the three tasks, for pictures of any kind and size."""
+"""Inference with a model of any task, on images of any form and size."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from .. import zoo
-from ..data import rle
-from ..data.masks import palette
-from ..data.transforms import to_tensor
-from ..loading import KINDS, Kind, Loaded, load
-from ..settings import vary
-from ..tasks.detection.metric import as_results
-from ..tasks.segmentation.inference import MULTI_SCALES, Segmenter
-from .picture import Picture, as_picture
-from .results import Classified, Detected, Prediction, Segmented
+from ..core.memory import exhausted_memory
+from ..data.reading import read_bytes
+from ..errors import SettingsError, WeightsError
+from ..tasks import DEFAULT_TASK, TASKS
+from ..tasks.inference_settings import InferenceSettings
+from ..tasks.pipeline import Options
+from ..tasks.prediction import Prediction
+from ..weights import zoo
+from .bundle import ModelBundle, load
+from .images import ImageLike, LazyImage, as_image, name_of, pixel_count
+from .memory import prediction_shortage
 
-T = TypeVar("T")
-BATCH: dict[Kind, int] = {"classification": 16, "segmentation": 4, "detection": 4}
-READERS = 2  # threads that decode pictures ahead
-LEAST_SCORE = 0.5
+READERS = 2  # threads that decode images ahead
+SMALL_FILE = 2**22  # bytes of a file that is read in one piece
+# An image below this part of MAX_HELD, for a batch, is decoded as soon as it is opened.
+SMALL_SHARE = 8
+MAX_HELD = 2**27  # pixels of images that are read ahead; a larger image is read alone
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A picture that could not be read or predicted, and why."""
+    """An image that could not be read or predicted, and why."""
 
     name: str
     reason: str
 
 
+@dataclass(frozen=True)
+class Read:
+    """An image as it was read, and as the model takes it; None if it could not be prepared."""
+
+    name: str
+    image: Image.Image
+    tensor: Tensor | None
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """An image that is being read ahead."""
+
+    name: str
+    pixels: int
+    future: Future[Any]
+
+
 class Predictor:
-    """A trained model for pictures: paths, bytes, images of Pillow, arrays, tensors.
+    """A trained model for images: paths, bytes, images of Pillow, arrays, tensors.
 
     Args:
         source: a run's folder, a .safetensors file, a name of `pale weights`, a model's name, or a module; by default
             the weights that come with the package for the task.
-        task: "classification", "segmentation" or "detection"; by default what the model does.
-        recipe: for foreign weights: the name of the recipe that says the model.
-        device: by default the GPU where there is one.
-        top: classifier: how many classes are told.
-        score: detector: least score of an object.
-        most: detector: objects of a picture, at most; by default as it was evaluated.
-        own_size: segmenter, detector: do not resize pictures before.
-        slide: segmenter: look through windows.
-        multi: segmenter: look at several scales, and flipped.
-        batch: pictures of one size that go through the model together, at most; by default 16, or 4 where results
-            are as large as pictures.
+        task: "classification", "segmentation" or "detection"; by default the task of the model.
+        recipe: for weights of another project: the name of the recipe that describes the model.
+        device: by default the GPU if there is one.
+        top: classification: how many classes a result lists.
+        score: detection: minimum score of an object; models of tags: minimum probability of a tag.
+        most: detection: maximum number of objects in an image; by default as it was evaluated.
+        own_size: segmentation, detection: do not resize images before.
+        slide: segmentation: use windows.
+        multi: segmentation: use several scales, with flipped images.
+        batch: maximum number of images of one size that go through the model together; by default 16 (fewer above 384
+            pixels), or 4 where results are as large as images.
 
     Attributes:
-        loaded: the model, and how it sees pictures.
-        task: what it does.
+        loaded: the model, and its inference.
+        task: its kind.
         classes: names.
+        options: those that change predictions.
+        batch_size: images that go through the model together.
     """
 
     def __init__(
         self,
-        source: str | Path | nn.Module | Loaded | None = None,
-        task: Kind | None = None,
+        source: str | Path | nn.Module | ModelBundle | None = None,
+        task: str | None = None,
         *,
         recipe: str | None = None,
         device: str | torch.device | None = None,
         top: int = 5,
-        score: float = LEAST_SCORE,
+        score: float = 0.5,
         most: int | None = None,
         own_size: bool = False,
         slide: bool = False,
         multi: bool = False,
         batch: int | None = None,
     ) -> None:
-        if task is not None and task not in KINDS:
-            raise ValueError(f"task must be one of {', '.join(KINDS)}, got {task!r}")
+        if task is not None and task not in TASKS:
+            raise SettingsError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
         for name, value in (("top", top), ("batch", batch)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        loaded = load(_in_the_box(task) if source is None else source, recipe)
+                raise SettingsError(f"{name} must be at least 1, got {value}")
+        loaded = load(_packaged_weights(task or DEFAULT_TASK) if source is None else source, recipe)
         if task is not None and loaded.kind != task:
-            raise ValueError(
+            raise SettingsError(
                 f"{loaded.source} is for {loaded.kind}, not {task}; leave out the task, or give other weights"
             )
-        self.task, self.top, self.batch_size = loaded.kind, top, batch or BATCH[loaded.kind]
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.loaded = replace(
-            loaded,
-            model=loaded.model.to(self.device).eval(),
-            test=_looked(loaded, score, most, own_size, slide, multi),
-        )
-        count = len(loaded.classes) or _outputs(self.loaded)
-        self.classes = list(loaded.classes) or [f"class {i}" for i in range(count)]
-        self.colours = list(loaded.colours) or palette(count)
-        self.categories = list(loaded.categories) or list(range(1, count + 1))
-        if self.task == "segmentation":
-            self._segmenter = Segmenter(self.loaded.model, self.loaded.test, count)  # type: ignore[arg-type]
-        elif self.task == "detection":
-            rle.codec()  # says at once what is not installed
-            test: Any = self.loaded.test
-            self.loaded.model.limits(test.score, test.nms, test.most)  # type: ignore[operator]
+        self.options = options = Options(top, score, most, own_size, slide, multi)
+        pipeline = loaded.pipeline.with_options(options, loaded.source).completed(loaded.model)
+        model = loaded.model.to(self.device).eval()
+        pipeline.configure(model)
+        self.loaded = replace(loaded, model=model, pipeline=pipeline)
+        self.task, self.top = loaded.kind, top
+        self.classes = list(pipeline.classes)
+        self.batch_size = batch or pipeline.batch_size
 
-    def __call__(self, picture: Picture, name: str | None = None) -> Prediction:
-        """What the model says about one picture."""
-        return self._predict([as_picture(picture, name or "picture")], [name or _named(picture)])[0]
+    def __call__(self, image: ImageLike, name: str | None = None) -> Prediction:
+        """Predict one image."""
+        read = as_image(image, name or "image")
+        return self._predict([read], [name or name_of(image)])[0]
 
-    def batch(self, pictures: Sequence[Picture]) -> list[Prediction]:
-        """What it says about several, in their order; those that it sees at one size go through it together."""
-        names = [_named(picture, number) for number, picture in enumerate(pictures)]
-        return self._predict(
-            [as_picture(p, n) for p, n in zip(pictures, names, strict=True)], names
-        )
+    def batch(self, images: Sequence[ImageLike]) -> list[Prediction]:
+        """Predict several images, in their order; those of one size go through the model together."""
+        names = [name_of(image, number) for number, image in enumerate(images)]
+        return self._predict([as_image(x, n) for x, n in zip(images, names, strict=True)], names)
 
-    def prepare(self, picture: Image.Image) -> Tensor:
-        """An RGB picture as `predict` takes it, (3, h, w), uint8; any thread may do this."""
-        return to_tensor(picture) if self.task == "segmentation" else self.loaded.pixels(picture)
+    def prepare(self, image: Image.Image) -> Tensor:
+        """Return an RGB image as `predict` takes it, (3, h, w), uint8; safe in any thread."""
+        self.loaded.pipeline.require_size(image)
+        return self.loaded.pipeline.prepare(image)
 
     def predict(
-        self, pictures: Sequence[Image.Image], names: Sequence[str], seen: Sequence[Tensor]
+        self, images: Sequence[Image.Image], names: Sequence[str], prepared: Sequence[Tensor]
     ) -> list[Prediction]:
-        """What it says about RGB pictures that `prepare` has prepared, in their order."""
-        return self._predict(pictures, names, seen)
+        """Predict RGB images that `prepare` has prepared, in their order."""
+        return self._predict(images, names, prepared)
 
-    def stream(self, pictures: Iterable[Picture]) -> Iterator[Prediction | Failed]:
-        """What it says about any number of pictures, in their order; they are read ahead, a few.
+    def stream(self, images: Iterable[ImageLike | LazyImage]) -> Iterator[Prediction | Failed]:
+        """Predict any number of images, in their order; those of the next batch are read and prepared meanwhile.
 
-        One that cannot be read or predicted is told as `Failed`, and does not stop the rest.
+        An image that cannot be read or predicted yields `Failed`, and the rest go on.
         """
-        with ThreadPoolExecutor(READERS) as readers:
-            waiting: deque[tuple[str, Future[Image.Image]]] = deque()
-            for number, picture in enumerate(pictures):
-                name = _named(picture, number)
-                waiting.append((name, readers.submit(as_picture, picture, name)))
-                if len(waiting) >= self.batch_size + READERS:
+        readers = ThreadPoolExecutor(READERS)
+        try:
+            yield from self._stream(images, readers)
+        finally:
+            readers.shutdown(cancel_futures=True)
+
+    def _stream(
+        self, images: Iterable[ImageLike | LazyImage], readers: ThreadPoolExecutor
+    ) -> Iterator[Prediction | Failed]:
+        opening: deque[tuple[str, Future[Read | tuple[ImageLike, int]]]] = deque()
+        waiting: deque[Waiting] = deque()
+
+        def decode_next() -> Iterator[Prediction | Failed]:
+            name, opened = opening.popleft()
+            try:
+                found = opened.result()
+            except (ValueError, OSError):
+                waiting.append(Waiting(name, 0, opened))
+            else:
+                later: ImageLike | None = None
+                if isinstance(found, Read):
+                    pixels = found.image.width * found.image.height
+                else:
+                    later, pixels = found
+                while waiting and pixels + sum(each.pixels for each in waiting) > MAX_HELD:
                     yield from self._next(waiting)
-            while waiting:
+                future = opened if later is None else readers.submit(self._read, later, name)
+                waiting.append(Waiting(name, pixels, future))
+            if len(waiting) >= 2 * self.batch_size:
                 yield from self._next(waiting)
 
-    def _next(
-        self, waiting: deque[tuple[str, Future[Image.Image]]]
-    ) -> Iterator[Prediction | Failed]:
+        for number, image in enumerate(images):
+            name = name_of(image, number)
+            opening.append((name, readers.submit(self._open, image, name)))
+            # Readers work in the order of submission: with fewer, this thread would wait for images being decoded.
+            if len(opening) > self.batch_size:
+                yield from decode_next()
+        while opening:
+            yield from decode_next()
+        while waiting:
+            yield from self._next(waiting)
+
+    def _open(self, image: ImageLike | LazyImage, name: str) -> Read | tuple[ImageLike, int]:
+        """Read a small image at once; return a larger one, which must wait for memory, with its number of pixels."""
+        loaded = image.load() if isinstance(image, LazyImage) else image
+        if isinstance(loaded, str | os.PathLike):
+            with suppress(OSError):  # of a file that cannot be read, `_read` returns the reason
+                loaded = read_bytes(loaded, SMALL_FILE)
+        pixels = pixel_count(loaded)
+        if 0 < pixels <= MAX_HELD // (SMALL_SHARE * self.batch_size):
+            return self._read(loaded, name)
+        return loaded, pixels
+
+    def _read(self, image: ImageLike, name: str) -> Read:
+        """Decode an image and prepare it; where preparing fails, `_safely` repeats it and returns the reason."""
+        read = as_image(image, name)
+        try:
+            return Read(name, read, self.prepare(read))
+        except (ValueError, RuntimeError, MemoryError, ArithmeticError):
+            return Read(name, read, None)
+
+    def _next(self, waiting: deque[Waiting]) -> Iterator[Prediction | Failed]:
         found: list[Prediction | Failed | None] = []
-        read: list[tuple[int, str, Image.Image]] = []
+        read: list[Read] = []
+        places: list[int] = []
         for place in range(min(self.batch_size, len(waiting))):
-            name, future = waiting.popleft()
+            each = waiting.popleft()
             try:
-                read.append((place, name, future.result()))
+                read.append(each.future.result())
+                places.append(place)
                 found.append(None)
             except (ValueError, OSError) as error:
-                found.append(Failed(name, str(error)))
-        for place, said in zip((r[0] for r in read), self._safely(read), strict=True):
-            found[place] = said
+                found.append(_failed(each.name, error))
+        for place, result in zip(places, self._safely(read), strict=True):
+            found[place] = result
         yield from (each for each in found if each is not None)
 
-    def _safely(self, read: list[tuple[int, str, Image.Image]]) -> list[Prediction | Failed]:
-        """All together; where that fails, one by one."""
+    def _safely(self, read: Sequence[Read]) -> list[Prediction | Failed]:
+        """Predict all together; if that fails, one by one."""
+        images, names, tensors = (
+            [getattr(r, n) for r in read] for n in ("image", "name", "tensor")
+        )
         try:
-            return list(self._predict([p for _, _, p in read], [n for _, n, _ in read]))
-        except (ValueError, RuntimeError) as error:
+            return list(self._predict(images, names, tensors))
+        except (ValueError, RuntimeError, MemoryError, ArithmeticError) as error:
             if len(read) == 1:
-                return [Failed(read[0][1], str(error).splitlines()[0])]
-            return [said for each in read for said in self._safely([each])]
+                return [_failed(read[0].name, error)]
+            return [result for each in read for result in self._safely([each])]
 
-    @torch.no_grad()
     def _predict(
         self,
-        pictures: Sequence[Image.Image],
+        images: Sequence[Image.Image],
         names: Sequence[str],
-        seen: Sequence[Tensor] | None = None,
+        prepared: Sequence[Tensor | None] | None = None,
     ) -> list[Prediction]:
-        seen = [self.prepare(p) for p in pictures] if seen is None else seen
-        if self.task == "segmentation":
-            labels = [
-                x.numpy()
-                for part in _parts(seen, self.batch_size)
-                for x in self._segmenter.several(part)
-            ]
-            return [
-                Segmented(n, p, x, self.classes, self.colours)
-                for n, p, x in zip(names, pictures, labels, strict=True)
-            ]
-        out: list[Prediction | None] = [None] * len(seen)
-        for size in dict.fromkeys(x.shape for x in seen):
-            alike = [i for i, x in enumerate(seen) if x.shape == size]
-            for part in _parts(alike, self.batch_size):
-                run = self._classify if self.task == "classification" else self._detect
-                found = run(
-                    [seen[i] for i in part], [pictures[i] for i in part], [names[i] for i in part]
-                )
-                for i, said in zip(part, found, strict=True):
-                    out[i] = said
-        return [said for said in out if said is not None]
+        try:
+            return self._results(images, names, prepared)
+        except (RuntimeError, MemoryError) as error:
+            if (memory := exhausted_memory(error)) is None:
+                raise
+            sizes = [image.size for image in images]
+            raise prediction_shortage(memory, error, sizes, self.batch_size) from error
 
-    def _classify(
-        self, seen: list[Tensor], pictures: list[Image.Image], names: list[str]
-    ) -> list[Classified]:
-        images = self.loaded.normalise(torch.stack(seen).to(self.device))
-        best = self.loaded.model(images).float().softmax(1).topk(min(self.top, len(self.classes)))
-        found = []
-        for n, p, values, places in zip(
-            names, pictures, best.values.tolist(), best.indices.tolist(), strict=True
-        ):
-            found.append(
-                Classified(n, p, {self.classes[i]: v for i, v in zip(places, values, strict=True)})
-            )
-        return found
-
-    def _detect(
-        self, seen: list[Tensor], pictures: list[Image.Image], names: list[str]
-    ) -> list[Detected]:
-        found = self.loaded.model([x.to(self.device) for x in seen])
-        said = []
-        for n, p, x, one in zip(names, pictures, seen, found, strict=True):
-            own = (p.height, p.width)
-            objects = as_results(one, (x.shape[1], x.shape[2]), own, 0, self.categories)
-            for entry in objects:
-                del entry["image_id"]
-            said.append(Detected(n, p, objects, self.classes, self.categories))
-        return said
+    @torch.no_grad()
+    def _results(
+        self,
+        images: Sequence[Image.Image],
+        names: Sequence[str],
+        prepared: Sequence[Tensor | None] | None = None,
+    ) -> list[Prediction]:
+        given = prepared or [None] * len(images)
+        pairs = zip(images, given, strict=True)
+        tensors = [self.prepare(x) if tensor is None else tensor for x, tensor in pairs]
+        loaded = self.loaded
+        return loaded.pipeline.predict(loaded.model, tensors, images, names, self.batch_size)
 
 
-def _in_the_box(task: Kind | None) -> str:
-    """The name of the weights that come with the package."""
-    found = zoo.default(task or "classification")
+def _failed(name: str, error: BaseException) -> Failed:
+    reason = (str(error) or "there is not enough memory").splitlines()[0]
+    return Failed(name, reason if reason.startswith(name) else f"{name}: {reason}")
+
+
+def _packaged_weights(task: str) -> str:
+    """Return the name of the weights that come with the package."""
+    found = zoo.default_name(task)
     if found is None:
-        raise ValueError(
-            f"no weights for {task or 'classification'} come with this installation; give a run's folder or a "
-            ".safetensors file (--weights)"
+        raise WeightsError(
+            f"no weights for {task} come with this installation; give a run's folder or a .safetensors file (--weights)"
         )
     return found
 
 
-def _looked(
-    loaded: Loaded, score: float, most: int | None, own_size: bool, slide: bool, multi: bool
-) -> Any:
-    """The way of looking, changed as asked."""
-    if loaded.kind != "segmentation" and (slide or multi):
-        raise ValueError(
-            f"slide and multi belong to segmenters; {loaded.source} is for {loaded.kind}"
-        )
-    if loaded.kind == "classification":
-        if own_size:
-            raise ValueError(
-                f"own_size belongs to segmenters and detectors; {loaded.source} is for classification"
-            )
-        return None
-    changes: dict[str, Any] = {"short": None, "long": None} if own_size else {}
-    if slide:
-        changes["mode"] = "slide"
-    if multi:
-        changes |= {"scales": MULTI_SCALES, "flip": True}
-    if loaded.kind == "detection":
-        changes |= {"score": score} | ({} if most is None else {"most": most})
-    assert loaded.test is not None
-    return vary(loaded.test, **changes)
+def load_predictor(
+    settings: InferenceSettings, recipe: str | None, warn: Callable[[str], None]
+) -> Predictor:
+    """Return the predictor of settings.
 
-
-def _outputs(loaded: Loaded) -> int:
-    """How many classes a model without names tells apart."""
-    model: Any = loaded.model
-    if loaded.kind == "segmentation":
-        return int(model.decode.classifier.out_channels)
-    if loaded.kind == "detection":
-        return int(model.roi_heads.box_predictor.cls_score.out_features) - 1
-    return int(model.num_classes)
-
-
-def _named(picture: Picture, number: int = 0) -> str:
-    if isinstance(picture, str | os.PathLike):
-        return os.fspath(picture)
-    return f"picture {number}"
-
-
-def _parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+    Args:
+        settings: model and options.
+        recipe: recipe of the model, for weights of other programs.
+        warn: called with the warning about the weights, if there is one.
+    """
+    names = ("device", "top", "score", "own_size", "slide", "multi", "batch")
+    given: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    predictor = Predictor(settings.weights, settings.task, recipe=recipe, **given)
+    if predictor.loaded.warning:
+        warn(predictor.loaded.warning)
+    return predictor

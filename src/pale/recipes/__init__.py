@@ -1,13 +1,19 @@
-"""Recipes: functions without arguments that return a complete, frozen configuration of a run."""
+"""Recipes: functions without arguments that return all settings of a run, typed and frozen.
+
+`register_task` adds a task of another package: its class, its recipe class and its recipes.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from types import ModuleType
 
-from ..settings import vary
+from ..core.settings import vary
+from ..errors import SettingsError
+from ..tasks import TASKS
+from ..tasks.base import Task
 from . import (
     ablations,
     ade20k,
@@ -17,11 +23,13 @@ from . import (
     finetune,
     imagenet,
     pets,
+    pretrain,
     quickstart,
     small_boxes,
     small_data,
     small_masks,
 )
+from .kinds import KINDS
 from .schema import Recipe
 
 
@@ -43,6 +51,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         imagenet,
         ablations,
         small_data,
+        pretrain,
         finetune,
         ade20k,
         camvid,
@@ -56,11 +65,53 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 }
 
 
+# What a new user needs first; `pale recipes --all` lists all.
+FIRST = (
+    "quickstart",
+    "quickstart.segmentation",
+    "quickstart.detection",
+    "finetune",
+    "small_data.pale_nano",
+    "small_data.pale_t",
+    "small_masks.upernet_nano",
+    "small_masks.upernet_pale_t",
+    "small_boxes.mask_rcnn_nano",
+    "small_boxes.mask_rcnn_pale_t",
+    "imagenet.pale_t",
+    "ade20k.upernet_pale_t",
+    "coco.mask_rcnn_pale_t",
+)
+
+
 def get(name: str) -> Recipe:
-    """The recipe of a name, "imagenet.pale_t"."""
+    """Return the recipe of a name, such as "imagenet.pale_t"."""
     if name not in RECIPES:
         near = get_close_matches(name, RECIPES, n=1, cutoff=0.4)
         hint = f", did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no recipe {name!r}{hint}; `pale recipes` lists them")
+        raise SettingsError(f"there is no recipe {name!r}{hint}; `pale recipes` lists them")
     about = inspect.getdoc(RECIPES[name]) or ""
     return vary(RECIPES[name](), name=name, about=about)
+
+
+def register_task(
+    task: type[Task], recipe_class: type[Recipe], recipes: Mapping[str, Callable[[], Recipe]]
+) -> None:
+    """Add a task; afterwards `pale train`, `eval`, `predict` and `export` accept it as the ones of this package.
+
+    Args:
+        task: its `kind`, the `kind` of its pipeline and the default of `recipe_class.kind` are one new name.
+        recipe_class: settings of its runs.
+        recipes: functions without arguments that return such settings, by name, such as "rotation.small".
+    """
+    kind = task.kind
+    names = {kind, task.pipeline.kind, recipe_class.model_fields["kind"].default}
+    if len(names) > 1:
+        raise ValueError(
+            f"task, pipeline and recipe class must have the same kind, got {', '.join(sorted(map(str, names)))}"
+        )
+    if kind in TASKS or kind in KINDS:
+        raise ValueError(f"there is a task {kind!r} already; choose another kind")
+    if known := sorted(recipes.keys() & RECIPES.keys()):
+        raise ValueError(f"there are recipes {', '.join(known)} already; choose other names")
+    TASKS[kind], KINDS[kind] = task, recipe_class
+    RECIPES.update(recipes)

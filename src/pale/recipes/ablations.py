@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ..settings import vary
+from ..core.settings import vary
 from . import imagenet
-from .schema import Classification, Reported
+from .kinds import Classification
+from .schema import Reported
 
 
 def pale_size_1() -> Classification:
@@ -23,7 +24,7 @@ def pale_size_5() -> Classification:
 
 
 def pale_size_7() -> Classification:
-    """Pale size 7 in every stage, 83.4 %: Pale-T itself."""
+    """Pale size 7 in every stage, 83.4 %; same as Pale-T."""
     return vary(imagenet.pale_t(), model={"pale_size": 7}, reported=_paper(83.4, 4.2))
 
 
@@ -48,12 +49,12 @@ def attention_vanilla() -> Classification:
 
 
 def attention_sequential() -> Classification:
-    """Row and column attention in turn, 82.9 %."""
+    """Sequential row and column attention, 82.9 %."""
     return vary(imagenet.pale_t(), model={"attention": "sequential"}, reported=_paper(82.9, 4.2))
 
 
 def attention_parallel() -> Classification:
-    """Row and column attention side by side, 83.4 %: Pale-T itself."""
+    """Parallel row and column attention, 83.4 %; same as Pale-T."""
     return vary(imagenet.pale_t(), model={"attention": "parallel"}, reported=_paper(83.4, 4.2))
 
 
@@ -68,7 +69,7 @@ def position_ape() -> Classification:
 
 
 def position_cpe() -> Classification:
-    """Conditional position encoding, 83.4 %: Pale-T itself."""
+    """Conditional position encoding, 83.4 %; same as Pale-T."""
     return vary(imagenet.pale_t(), model={"position": "cpe"}, reported=_paper(83.4, 4.2))
 
 

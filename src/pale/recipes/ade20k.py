@@ -1,17 +1,19 @@
 """ADE20K with UperNet, the paper's Table 4 and the ADE20K columns of its ablations.
 
-From the paper: iterations, batch, AdamW, learning rate, decay, warm-up, polynomial decay, drop path,
-crop, scale, flip, photometric distortion, the auxiliary loss. From mmsegmentation, with which it was
-made: power 1 and end 0 of the decay, the base size 2048x512, crops in which one class fills at most
-75 %, dropout 0.1 before the classifiers, evaluation of the whole image at its mask's size; as there,
-the gradient is not clipped. The backbone must start from ImageNet weights: --init FILE.
+From the paper: iterations, batch size, AdamW, learning rate, weight decay, warm-up, polynomial decay, drop path, crop,
+scale, flip, photometric distortion, auxiliary loss. From mmsegmentation, which the paper used: power 1 and end 0 of the
+decay, the base size 2048x512, crops in which one class fills at most 75 %, dropout 0.1 before the classifiers,
+evaluation of the whole image at the size of its mask, no gradient clipping. The backbone must start from ImageNet
+weights: --init FILE.
 """
 
 from __future__ import annotations
 
-from ..settings import vary
-from ..tasks.segmentation import MaskData, SegmentationModel
-from .schema import Reported, Segmentation
+from ..core.settings import vary
+from ..tasks.segmentation.data import MaskData
+from ..tasks.segmentation.model import SegmentationModel
+from .kinds import Segmentation
+from .schema import Reported
 
 FILES = MaskData(
     images="images/{split}",
@@ -51,7 +53,7 @@ def upernet_pale_b() -> Segmentation:
 
 
 def upernet_nano() -> Segmentation:
-    """A narrow UperNet on our 2 M parameter model, for a CPU; ours, not the paper's."""
+    """A narrow UperNet on our 2 M parameter model, for a CPU; not in the paper."""
     return vary(
         upernet_pale_t(),
         model={"name": "pale_nano", "drop_path": 0.05, "width": 64, "auxiliary": 32},
@@ -75,7 +77,7 @@ def pale_size_5() -> Segmentation:
 
 
 def pale_size_7() -> Segmentation:
-    """Pale size 7 in every stage, 50.4 mIoU: Pale-T itself."""
+    """Pale size 7 in every stage, 50.4 mIoU; same as Pale-T."""
     return vary(upernet_pale_t(), model={"pale_size": 7}, reported=_paper(50.4, 996))
 
 
@@ -95,17 +97,17 @@ def attention_cross() -> Segmentation:
 
 
 def attention_vanilla() -> Segmentation:
-    """Attention inside the whole pale, 50.2 mIoU (50.3 in the paper's text)."""
+    """Attention inside the whole pale, 50.2 mIoU (table of the appendix; 50.3 in the main text)."""
     return vary(upernet_pale_t(), model={"attention": "vanilla"}, reported=_paper(50.2, 2677))
 
 
 def attention_sequential() -> Segmentation:
-    """Row and column attention in turn, 49.5 mIoU."""
+    """Sequential row and column attention, 49.5 mIoU."""
     return vary(upernet_pale_t(), model={"attention": "sequential"}, reported=_paper(49.5, 996))
 
 
 def attention_parallel() -> Segmentation:
-    """Row and column attention side by side, 50.4 mIoU: Pale-T itself."""
+    """Parallel row and column attention, 50.4 mIoU; same as Pale-T."""
     return vary(upernet_pale_t(), model={"attention": "parallel"}, reported=_paper(50.4, 996))
 
 
@@ -115,7 +117,7 @@ def position_none() -> Segmentation:
 
 
 def position_ape() -> Segmentation:
-    """Absolute position encoding, 49.6 mIoU; the paper's 59 M parameters are maps for 512x2048."""
+    """Absolute position encoding, 49.6 mIoU; with maps for 512x2048, which give the paper's 59 M parameters."""
     return vary(
         upernet_pale_t(),
         model={"position": "ape", "options": {"img_size": [512, 2048]}},
@@ -124,7 +126,7 @@ def position_ape() -> Segmentation:
 
 
 def position_cpe() -> Segmentation:
-    """Conditional position encoding, 50.4 mIoU: Pale-T itself."""
+    """Conditional position encoding, 50.4 mIoU; same as Pale-T."""
     return vary(upernet_pale_t(), model={"position": "cpe"}, reported=_paper(50.4, 996))
 
 

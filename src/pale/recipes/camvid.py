@@ -1,21 +1,23 @@
-"""CamVid, 11 classes of street scenes, the split of SegNet; ours, not the paper's.
+"""CamVid, 11 classes of street scenes, with the split of SegNet; not in the paper.
 
-Expected are train/, trainannot/, val/, valannot/ (and test/, testannot/: --data.val test) and classes.txt.
-Frames of a few videos: 367 of them are seen often, so drop path and distortion are on, and 1500 steps
-are enough. The pictures keep their size.
+data.root must hold train/, trainannot/, val/, valannot/ (and test/, testannot/ for --data.val test) and classes.txt.
+The training set is small (367 frames of a few videos), so drop path and distortion are on, and 1500 steps are enough.
+Images keep their size.
 """
 
 from __future__ import annotations
 
-from ..data.mask_transforms import MaskAugment
-from ..settings import vary
-from ..tasks.segmentation import MaskData, SegmentationModel
-from ..tasks.segmentation.inference import MULTI_SCALES, Inference
-from .schema import Optim, Segmentation
+from ..core.settings import vary
+from ..data.transforms.masks import MaskAugment
+from ..tasks.segmentation.data import MaskData
+from ..tasks.segmentation.model import SegmentationModel
+from ..tasks.segmentation.segmenter import MULTI_SCALES, Inference
+from .kinds import Segmentation
+from .schema import Optim
 
 
 def upernet_pale_t() -> Segmentation:
-    """UperNet on Pale-T, 320x240; better from a classifier's weights: --init FILE."""
+    """UperNet on Pale-T, 320x240; better with the weights of a classifier: --init FILE."""
     own_size = Inference(short=None, long=None)
     return Segmentation(
         model=SegmentationModel(name="pale_tiny", drop_path=0.2),

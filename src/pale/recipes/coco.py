@@ -1,19 +1,20 @@
 """COCO with Mask R-CNN, the paper's COCO table and the COCO columns of its ablations.
 
-From the paper: 12 epochs, batch 16, AdamW, learning rate and its steps, decay, drop path, short side 800 and
-long side at most 1333. From mmdetection, with which it was made: warm-up of 500 steps from a thousandth,
-flip, the heads and their losses, pictures without objects left out; as there, the gradient is not clipped.
-The backbone must start from ImageNet weights: --init FILE.
+From the paper: 12 epochs, batch size 16, AdamW, learning rate and its steps, weight decay, drop path, short side 800
+and long side at most 1333. From mmdetection, which the paper used: warm-up of 500 steps from a thousandth, flip, the
+heads and their losses, no images without objects, no gradient clipping. The backbone must start from ImageNet weights:
+--init FILE.
 """
 
 from __future__ import annotations
 
-from ..settings import vary
-from ..tasks.detection import DetectionModel, InstanceData
-from ..tasks.detection.mask_rcnn import Heads
-from .schema import Detection, Optim, Reported
+from ..core.settings import vary
+from ..tasks.detection.data import InstanceData
+from ..tasks.detection.model import DetectionModel, Heads
+from .kinds import Detection
+from .schema import Optim, Reported
 
-# A small box head of its own: the paper's alone has 13.9 M parameters.
+# The box head of the paper alone has 13.9 M parameters.
 NANO = Heads(
     width=64,
     box_width=128,
@@ -53,7 +54,7 @@ def mask_rcnn_pale_b() -> Detection:
 
 
 def mask_rcnn_nano() -> Detection:
-    """A narrow Mask R-CNN on our 2 M parameter model, for a CPU; ours, not the paper's."""
+    """A narrow Mask R-CNN on our 2 M parameter model, for a CPU; not in the paper."""
     return vary(
         mask_rcnn_pale_t(),
         model={"name": "pale_nano", "drop_path": 0.05, "heads": NANO},
@@ -64,7 +65,7 @@ def mask_rcnn_nano() -> Detection:
 
 
 def overfit() -> Detection:
-    """64 pictures learned by heart with Mask R-CNN on Pale-T: shows that data, losses and metric agree."""
+    """Mask R-CNN on Pale-T overfitted to 64 images, as a test of data, losses and metric."""
     return vary(
         mask_rcnn_pale_t(),
         model={"drop_path": 0.0},
@@ -72,7 +73,13 @@ def overfit() -> Detection:
         augment={"short": 512, "long": 864, "flip": 0.0},
         test={"short": 512, "long": 864},
         optim=Optim(
-            lr=2e-4, lr_batch=16, warmup_lr=2e-7, schedule="steps", steps_at=(110, 140), clip=5.0
+            lr=2e-4,
+            lr_batch=16,
+            min_lr=0,
+            warmup_lr=2e-7,
+            schedule="steps",
+            steps_at=(110, 140),
+            clip=5.0,
         ),
         epochs=150,
         warmup_steps=100,
@@ -97,7 +104,7 @@ def pale_size_5() -> Detection:
 
 
 def pale_size_7() -> Detection:
-    """Pale size 7 in every stage, 47.4 box AP and 42.7 mask AP: Pale-T itself."""
+    """Pale size 7 in every stage, 47.4 box AP and 42.7 mask AP; same as Pale-T."""
     return vary(mask_rcnn_pale_t(), model={"pale_size": 7}, reported=_row(47.4, 42.7, 306))
 
 
@@ -122,13 +129,13 @@ def attention_vanilla() -> Detection:
 
 
 def attention_sequential() -> Detection:
-    """Row and column attention in turn, 46.9 box AP and 42.2 mask AP."""
+    """Sequential row and column attention, 46.9 box AP and 42.2 mask AP."""
     model = {"attention": "sequential"}
     return vary(mask_rcnn_pale_t(), model=model, reported=_row(46.9, 42.2, 306))
 
 
 def attention_parallel() -> Detection:
-    """Row and column attention side by side, 47.4 box AP and 42.7 mask AP: Pale-T itself."""
+    """Parallel row and column attention, 47.4 box AP and 42.7 mask AP; same as Pale-T."""
     model = {"attention": "parallel"}
     return vary(mask_rcnn_pale_t(), model=model, reported=_row(47.4, 42.7, 306))
 
@@ -139,7 +146,7 @@ def position_none() -> Detection:
 
 
 def position_ape() -> Detection:
-    """Absolute position encoding, 46.8 box AP, 42.2 mask AP; the 49 M parameters are maps for 800x1280."""
+    """Absolute position encoding, 46.8 box AP, 42.2 mask AP; maps for 800x1280 give the paper's 49 M parameters."""
     return vary(
         mask_rcnn_pale_t(),
         model={"position": "ape", "options": {"img_size": [800, 1280]}},
@@ -148,7 +155,7 @@ def position_ape() -> Detection:
 
 
 def position_cpe() -> Detection:
-    """Conditional position encoding, 47.4 box AP and 42.7 mask AP: Pale-T itself."""
+    """Conditional position encoding, 47.4 box AP and 42.7 mask AP; same as Pale-T."""
     return vary(mask_rcnn_pale_t(), model={"position": "cpe"}, reported=_row(47.4, 42.7, 306))
 
 

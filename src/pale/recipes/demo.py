@@ -1,21 +1,22 @@
-"""The weights that come with the package: three small models of the pets, and two larger ones; ours, not the paper's.
+"""Recipes of the weights that come with the package: three small models, and two larger ones; not in the paper.
 
-Expected is Oxford-IIIT Pet under data.root, as for `pets.*`: 3680 photos to learn from, nothing else. The classifier
-starts from nothing, segmenter and detector from its backbone: --init classify_pets (docs/weights.md). Each is sized
-for a minute or two on one large GPU: the classifiers' photos stay in its memory, the steps are many and small, and
-recorded as CUDA graphs where the images are of one size. What counts is the last step's weights: none are picked
-on the photos that the cards report.
+data.root is Oxford-IIIT Pet, as for `pets.*`, with 3680 training images. The classifier trains from scratch, segmenter
+and detector start from its backbone: --init classify_pets (docs/weights.md). Each takes a minute or two on one large
+GPU: the classifiers keep their images in its memory, and small steps are recorded as CUDA graphs if all images have one
+size. The weights of the last step are published; none are selected on the test images that the cards report.
 """
 
 from __future__ import annotations
 
-from ..data.mixing import Mix
-from ..data.transforms import Augment
-from ..settings import vary
-from ..tasks.classification import Data, Model
-from ..tasks.detection.mask_rcnn import Heads
+from ..core.settings import vary
+from ..data.transforms.images import Augment
+from ..data.transforms.mixing import Mix
+from ..tasks.classification.data import Data
+from ..tasks.classification.model import Model
+from ..tasks.detection.model import Heads
 from . import pets, small_data
-from .schema import Classification, Detection, Optim, Segmentation
+from .kinds import Classification, Detection, Segmentation
+from .schema import Optim
 
 PETS = Data(
     kind="pets", train="trainval", val="test", size=160, crop=1.0, workers=14, on_device="pictures"
@@ -27,8 +28,8 @@ def classify_pets() -> Classification:
     return Classification(
         model=Model(name="pale_nano", drop_path=0.05),
         data=PETS,
-        # A hundred photos a breed are seen 300 times. Crops keep most of the animal; RandAugment and Mixup are
-        # milder than on ImageNet, as a small model underfits sooner than it learns by heart.
+        # 100 images per breed, 300 epochs. Crops keep most of the animal; RandAugment and Mixup are weaker than on
+        # ImageNet, as a small model underfits rather than overfits.
         augment=Augment(scale=(0.25, 1.0), auto="rand-m7-mstd0.5-inc1"),
         mix=Mix(mixup=0.2, cutmix=1.0, probability=0.5),
         optim=Optim(lr=1e-3, lr_batch=128, min_lr=1e-6, weight_decay=0.05),
@@ -41,7 +42,7 @@ def classify_pets() -> Classification:
 
 
 def segment_pets() -> Segmentation:
-    """Pet, background and the border between, with a narrow UperNet on our 2 M parameter model, 160 px."""
+    """Pet, background and border, with a narrow UperNet on our 2 M parameter model, 160 px."""
     return vary(
         pets.upernet_nano(),
         model={"drop_path": 0.05, "width": 96, "auxiliary": 48},
@@ -61,7 +62,7 @@ def detect_pets() -> Detection:
         pets.mask_rcnn_nano(),
         model={
             "drop_path": 0.05,
-            # One or two animals a photo need few regions.
+            # An image has one or two animals, so few regions are enough.
             "heads": Heads(
                 width=96,
                 box_width=192,
@@ -93,7 +94,7 @@ def pale_t_pets() -> Classification:
 
 
 def pale_t_tiny_imagenet() -> Classification:
-    """Pale-T from scratch on folders of 64 px pictures such as tiny-imagenet-50, shown at 128; for one large GPU."""
+    """Pale-T from scratch on folders of 64 px images such as tiny-imagenet-50, resized to 128; for one large GPU."""
     return vary(
         small_data.pale_t(),
         data={"workers": 14, "on_device": "pictures"},

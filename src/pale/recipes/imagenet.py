@@ -1,25 +1,28 @@
 """ImageNet-1K, the paper's Table 2: 300 epochs from scratch at 224x224.
 
-From the paper: epochs, batch, AdamW, learning rate, decay, warm-up, cosine, drop path. Every other value
-is that of DeiT, Swin and CSWin, which it says it follows; a line of its source says: no EMA.
+From the paper: epochs, batch size, AdamW, learning rate, weight decay, warm-up, cosine schedule, drop path. The other
+values are those of DeiT, Swin and CSWin, which the paper follows; its source states that no EMA is used.
+docs/recipes.md explains where we deviate, for example in colour jitter.
 
-The starred rows add MixToken and the token labels of LV-ViT, with the dense loss at 0.5. As there, MixToken
-takes the place of Mixup and CutMix. The paper changes nothing else, and does not say which teacher it had;
-LV-ViT had NFNet-F6.
+The starred rows add MixToken and the token labels of LV-ViT. As there, MixToken replaces Mixup and CutMix. The paper
+changes nothing else; it states neither the weight of the dense loss, which is 0.5 here as in LV-ViT's paper (its code
+has 1.0), nor the teacher; LV-ViT used NFNet-F6.
 """
 
 from __future__ import annotations
 
-from ..settings import vary
-from ..tasks.classification import Data, Model
-from .schema import Classification, Reported
+from ..core.settings import vary
+from ..tasks.classification.data import Data
+from ..tasks.classification.model import Model
+from .kinds import Classification
+from .schema import Reported
 
 
 def pale_t() -> Classification:
     """Pale-T, 83.4 % in the paper."""
     return Classification(
         model=Model(name="pale_tiny", drop_path=0.1),
-        data=Data(workers=14),  # at most: never more than cores
+        data=Data(workers=14),  # limited by the number of cores
         reported=Reported(top1=83.4, params_m=22, macs_g=4.2),
     )
 

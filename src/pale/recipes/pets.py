@@ -1,19 +1,23 @@
-"""Trimaps of Oxford-IIIT Pet as classes of pixels, and as silhouettes of cats and dogs; ours, not the paper's.
+"""Segmentation of the trimaps of Oxford-IIIT Pet, and detection of cats and dogs; not in the paper.
 
-Expected are images/, annotations/trimaps/ and annotations/trainval.txt and test.txt. From scratch, at
-the size of pictures whose short side is 160.
+data.root must hold images/, annotations/trimaps/, annotations/trainval.txt and annotations/test.txt. Training from
+scratch, with a short side of 160.
 """
 
 from __future__ import annotations
 
-from ..data.instance_transforms import InstanceAugment
-from ..data.mask_transforms import MaskAugment
-from ..settings import vary
-from ..tasks.detection import DetectionModel, InstanceData, Testing
-from ..tasks.segmentation import MaskData, SegmentationModel
-from ..tasks.segmentation.inference import MULTI_SCALES, Inference
+from ..core.settings import vary
+from ..data.transforms.instances import InstanceAugment
+from ..data.transforms.masks import MaskAugment
+from ..tasks.detection.data import InstanceData
+from ..tasks.detection.inference import Testing
+from ..tasks.detection.model import DetectionModel
+from ..tasks.segmentation.data import MaskData
+from ..tasks.segmentation.model import SegmentationModel
+from ..tasks.segmentation.segmenter import MULTI_SCALES, Inference
 from . import coco
-from .schema import Detection, Optim, Segmentation
+from .kinds import Detection, Segmentation
+from .schema import Optim
 
 
 def upernet_pale_t() -> Segmentation:

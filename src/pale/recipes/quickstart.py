@@ -1,25 +1,29 @@
-"""Runs that need nothing: generated scenes, a small model, a few minutes on two CPU cores."""
+"""Recipes without a dataset: generated scenes, a small model, a few minutes on two CPU cores."""
 
 from __future__ import annotations
 
-from ..data.instance_transforms import InstanceAugment
-from ..data.mask_transforms import MaskAugment
-from ..data.mixing import Mix
-from ..data.transforms import NO_AUGMENT
-from ..settings import vary
-from ..tasks.classification import Data, Model
-from ..tasks.detection import DetectionModel, InstanceData, Testing
-from ..tasks.detection.mask_rcnn import Heads
-from ..tasks.segmentation import MaskData, SegmentationModel
-from ..tasks.segmentation.inference import MULTI_SCALES, Inference
-from .schema import Classification, Detection, Optim, Segmentation
+from ..core.settings import vary
+from ..data.transforms.images import NO_AUGMENT
+from ..data.transforms.instances import InstanceAugment
+from ..data.transforms.masks import MaskAugment
+from ..data.transforms.mixing import Mix
+from ..tasks.classification.data import Data
+from ..tasks.classification.model import Model
+from ..tasks.detection.data import InstanceData
+from ..tasks.detection.inference import Testing
+from ..tasks.detection.model import DetectionModel, Heads
+from ..tasks.segmentation.data import MaskData
+from ..tasks.segmentation.model import SegmentationModel
+from ..tasks.segmentation.segmenter import MULTI_SCALES, Inference
+from .kinds import Classification, Detection, Segmentation
+from .schema import Optim
 
 
 def quickstart() -> Classification:
     """Eight shapes in generated scenes with our smallest model, about two minutes on two CPU cores."""
     return Classification(
         model=Model(name="pale_nano"),
-        # Small pictures and small batches: many steps in little time.
+        # Small images and small batches: many steps in little time.
         data=Data(kind="scenes", size=40, crop=1.0, samples=14336, val_samples=512, workers=0),
         augment=vary(NO_AUGMENT, flip=0.5, vertical_flip=0.5),
         mix=Mix(mixup=0, cutmix=0, smoothing=0),
@@ -31,11 +35,11 @@ def quickstart() -> Classification:
 
 
 def segmentation() -> Segmentation:
-    """Shapes in generated scenes, pixel by pixel, with a narrow UperNet; some minutes on two CPU cores."""
+    """Segmentation of shapes in generated scenes with a narrow UperNet, a few minutes on two CPU cores."""
     own_size = Inference(short=None, long=None)
     return Segmentation(
         model=SegmentationModel(name="pale_nano", width=48, auxiliary=24, dropout=0),
-        # As above: small pictures, small batches, many steps.
+        # As above: small images, small batches, many steps.
         data=MaskData(
             kind="scenes", size=48, objects=(1, 1), samples=14400, val_samples=512, workers=0
         ),
@@ -50,7 +54,7 @@ def segmentation() -> Segmentation:
         ),
         test=own_size,
         multi=vary(own_size, scales=MULTI_SCALES, flip=True),
-        # A narrow model bears a high rate, and a short run second moments that forget soon.
+        # A narrow model allows a high learning rate; a short run needs a smaller second beta.
         optim=Optim(lr=4e-3, lr_batch=16, min_lr=0, betas=(0.9, 0.98), schedule="linear"),
         batch=16,
         steps=1800,
@@ -60,11 +64,11 @@ def segmentation() -> Segmentation:
 
 
 def detection() -> Detection:
-    """Boxes, names and outlines of three shapes in generated scenes, Mask R-CNN made narrow; two minutes on a CPU."""
+    """Detection of three shapes in generated scenes with a narrow Mask R-CNN, two minutes on a CPU."""
     return Detection(
         model=DetectionModel(
             name="pale_nano",
-            # A step in a fifth of a second: shallow, narrow, few regions.
+            # Shallow, narrow, few regions: a step takes a fifth of a second.
             options={"depths": [1, 1, 1, 1], "channels": [32, 48, 64, 96], "heads": [2, 2, 2, 4]},
             heads=Heads(
                 width=48,
@@ -77,7 +81,7 @@ def detection() -> Detection:
                 proposals=24,
             ),
         ),
-        # Eight shapes are found as well, but told apart only after many more steps.
+        # Eight shapes are detected too, but classified only after many more steps.
         data=InstanceData(
             kind="scenes",
             size=64,

@@ -1,19 +1,21 @@
-"""Any COCO-format json with its pictures, from some hundred to some ten thousand; ours, not the paper's.
+"""Detection on a custom dataset in COCO format with a few hundred to a few ten thousand images; not in the paper.
 
-Give --data.root DIR --data.images '{split}' --data.annotations 'annotations/{split}.json' (docs/detection.md),
-and weights of a classifier with --init FILE where there are any. Boxes alone: --model.heads.masks false.
+Give --data.root DIR --data.images '{split}' --data.annotations 'annotations/{split}.json' (docs/detection.md), and
+weights of a classifier with --init FILE if available. For boxes without masks: --model.heads.masks false. Labels of
+YOLO or Pascal VOC need only --data.kind yolo (or voc) --data.root DIR.
 """
 
 from __future__ import annotations
 
-from ..settings import vary
-from ..tasks.detection import InstanceData
+from ..core.settings import vary
+from ..tasks.detection.data import InstanceData
 from . import coco
-from .schema import Detection, Optim
+from .kinds import Detection
+from .schema import Optim
 
 
 def mask_rcnn_pale_t() -> Detection:
-    """Mask R-CNN on Pale-T for pictures of one's own, short side 480."""
+    """Mask R-CNN on Pale-T for a custom dataset, short side 480."""
     return vary(
         coco.mask_rcnn_pale_t(),
         model={"drop_path": 0.1},
@@ -30,7 +32,7 @@ def mask_rcnn_pale_t() -> Detection:
 
 
 def mask_rcnn_nano() -> Detection:
-    """A narrow Mask R-CNN on our 2 M parameter model for pictures of one's own, for a laptop."""
+    """A narrow Mask R-CNN on our 2 M parameter model for a custom dataset, for a laptop."""
     return vary(
         mask_rcnn_pale_t(),
         model={"name": "pale_nano", "drop_path": 0.05, "heads": coco.NANO},

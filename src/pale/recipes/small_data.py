@@ -1,22 +1,24 @@
-"""From scratch on a few thousand to a few ten thousand images; ours, not the paper's.
+"""Training from scratch on a few thousand to a few ten thousand images; not in the paper.
 
-Sixty epochs of few images are few steps, so what makes learning slow on ImageNet is left out or halved: no RandAugment,
-no erasing, half of the batches mixed, crops that keep more of the picture, a smaller batch; and matrices go by Muon.
-On a tenth of tiny-imagenet-50's training images this gave 63.4 % top-1, AdamW at its usual rate 51.6 (Pale-T, one run
-each; benchmarks/results/small_data_h200.md).
+Sixty epochs of a small dataset are few steps, so regularisation that slows learning is removed or halved: no
+RandAugment, no erasing, half of the batches mixed, larger crops, a smaller batch size; matrices are updated by Muon. On
+a tenth of the training images of tiny-imagenet-50 this gave 63.4 % top-1, AdamW at its usual learning rate 51.6
+(Pale-T, one run each; benchmarks/results/small_data_h200.md).
 """
 
 from __future__ import annotations
 
-from ..data.mixing import Mix
-from ..data.transforms import Augment
-from ..settings import vary
-from ..tasks.classification import Data, Model
-from .schema import Classification, Optim
+from ..core.settings import vary
+from ..data.transforms.images import Augment
+from ..data.transforms.mixing import Mix
+from ..tasks.classification.data import Data
+from ..tasks.classification.model import Model
+from .kinds import Classification
+from .schema import Optim
 
 
 def pale_t() -> Classification:
-    """Pale-T from scratch on a small set, 128 px."""
+    """Pale-T from scratch on a small dataset, 128 px."""
     return Classification(
         model=Model(name="pale_tiny", drop_path=0.1),
         data=Data(size=128, crop=1.0),
@@ -30,7 +32,7 @@ def pale_t() -> Classification:
 
 
 def pale_t_star() -> Classification:
-    """Pale-T from scratch on a small set, 128 px, with MixToken and token labels of a teacher."""
+    """Pale-T from scratch on a small dataset, 128 px, with MixToken and token labels of a teacher."""
     return vary(
         pale_t(),
         mix={"mixup": 0, "cutmix": 0, "tokens": 1.0},
@@ -39,7 +41,7 @@ def pale_t_star() -> Classification:
 
 
 def pale_nano() -> Classification:
-    """Our 2 M parameter model from scratch on a small set, 128 px; for a laptop."""
+    """Our 2 M parameter model from scratch on a small dataset, 128 px; for a laptop."""
     return vary(
         pale_t(), model={"name": "pale_nano", "drop_path": 0.05}, batch=128, optim={"lr_batch": 128}
     )

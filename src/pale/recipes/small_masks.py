@@ -1,20 +1,21 @@
-"""Any folder of images and masks, from some hundred to some ten thousand; ours, not the paper's.
+"""Segmentation on a custom dataset with a few hundred to a few ten thousand images; not in the paper.
 
-Give --data.images DIR --data.masks DIR --data.classes FILE (docs/segmentation.md), and weights of a
-classifier with --init FILE where there are any.
+Give --data.images DIR --data.masks DIR --data.classes FILE (docs/segmentation.md), and weights of a classifier with
+--init FILE if available.
 """
 
 from __future__ import annotations
 
-from ..data.mask_transforms import MaskAugment
-from ..settings import vary
-from ..tasks.segmentation import SegmentationModel
-from ..tasks.segmentation.inference import MULTI_SCALES, Inference
-from .schema import Optim, Segmentation
+from ..core.settings import vary
+from ..data.transforms.masks import MaskAugment
+from ..tasks.segmentation.model import SegmentationModel
+from ..tasks.segmentation.segmenter import MULTI_SCALES, Inference
+from .kinds import Segmentation
+from .schema import Optim
 
 
 def upernet_pale_t() -> Segmentation:
-    """UperNet on Pale-T for images and masks of one's own, short side 320, crop 320."""
+    """UperNet on Pale-T for a custom dataset, short side 320, crop 320."""
     test = Inference(short=320, long=1280)
     return Segmentation(
         model=SegmentationModel(name="pale_tiny", drop_path=0.2),
@@ -32,7 +33,7 @@ def upernet_pale_t() -> Segmentation:
 
 
 def upernet_nano() -> Segmentation:
-    """A narrow UperNet on our 2 M parameter model for images and masks of one's own, for a laptop."""
+    """A narrow UperNet on our 2 M parameter model for a custom dataset, for a laptop."""
     return vary(
         upernet_pale_t(),
         model={"name": "pale_nano", "drop_path": 0.05, "width": 64, "auxiliary": 32},

@@ -1,11 +1,28 @@
-"""Models behind HTTP: a page, a JSON API, batches made of what arrives together. The extra `serve`.
+"""Web page and HTTP API (the extra `serve`).
 
-A request goes through `app` (what is asked), `reading` (the body and its picture, bounded), `batching` (a queue and a
-thread for each model) and back. Nothing is written, and no path of a request is opened.
+A request passes through `guard` (host, token, headers), `routes`, `upload` (body and image, within limits) and
+`batching` (a queue and a thread for each model). Nothing is written to disk, and no path in a request is ever opened.
 """
 
-from .app import create_app
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .limits import Limits
-from .models import Models, default_weights
+
+if TYPE_CHECKING:
+    from .app import create_app
+    from .models import Models, default_weights
 
 __all__ = ["Limits", "Models", "create_app", "default_weights"]
+
+# Imported when they are first used: `pale serve --help` needs neither PyTorch nor FastAPI.
+_MODULES = {"Models": ".models", "create_app": ".app", "default_weights": ".models"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of the package when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name], __name__), name)

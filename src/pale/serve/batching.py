@@ -1,7 +1,7 @@
-"""A queue and a thread for each model: what arrives together goes through the model together.
+"""A queue and a thread for each model: images that arrive together go through the model in one batch.
 
-Everything but the model's own work happens in the event loop's thread, so nothing here needs a lock. A job whose asker
-is gone, by time or by choice, leaves the queue at once; one that has begun is finished and its result is dropped.
+Everything except the work of the model happens in the thread of the event loop, so no lock is needed. A job whose
+client has disconnected or timed out leaves the queue at once; a running job is finished and its result is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Generic, TypeVar
 
-from .limits import MOST_SEEN, Limits, RefusedError
+from .limits import MAX_MODEL_PIXELS, Limits, RefusedError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -22,37 +22,38 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Done(Generic[Result]):
-    """A result, and how it came about.
+    """A result with its timing.
 
     Attributes:
-        result: what the model says.
+        result: the result of the model.
         waited: seconds in the queue.
-        worked: seconds of the model, for the whole batch.
-        together: items in the batch.
+        worked: seconds of the model for the whole batch.
+        batch_size: items in the batch.
     """
 
     result: Result
     waited: float
     worked: float
-    together: int
+    batch_size: int
 
 
 @dataclass(eq=False)
 class _Job(Generic[Item, Result]):
     item: Item
-    size: int  # pixels that the model sees
+    pixels: int  # as the model sees the item
     future: asyncio.Future[Done[Result]]
+    on_release: Callable[[], None]
     since: float = field(default_factory=perf_counter)
 
 
 class Worker(Generic[Item, Result]):
-    """Takes items, works on them in batches in a thread of its own.
+    """Processes items in batches in a thread of its own.
 
     Args:
-        name: of the thread.
-        work: results of some items, in their order; an exception is the answer to all of them.
+        name: name of the thread.
+        work: returns the results of items in their order; an exception is the result of all of them.
         limits: batch, wait_ms and queue are used.
-        noted: is told the size of each batch and the seconds it took.
+        on_batch: called with the size of each batch and its seconds.
     """
 
     def __init__(
@@ -60,100 +61,109 @@ class Worker(Generic[Item, Result]):
         name: str,
         work: Callable[[Sequence[Item]], Sequence[Result]],
         limits: Limits,
-        noted: Callable[[int, float], None] = lambda count, seconds: None,
+        on_batch: Callable[[int, float], None] = lambda count, seconds: None,
     ) -> None:
-        self._work, self._limits, self._noted = work, limits, noted
+        self._work, self._limits, self._on_batch = work, limits, on_batch
         self._waiting: deque[_Job[Item, Result]] = deque()
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"pale-{name}")
         self._task: asyncio.Task[None] | None = None
-        self.reserved = 0  # places of requests whose picture is still being read
+        self.reserved = 0  # places of requests whose image is being decoded
 
     @property
     def depth(self) -> int:
-        """Pictures that wait, or are being read to wait."""
+        """Number of images that wait, or are being decoded to wait."""
         return len(self._waiting) + self.reserved
 
     def start(self) -> None:
-        """Begin to work; call it in the event loop."""
+        """Start to work; call it in the event loop."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End after the batch that is under way; what waits is refused."""
+        """Stop after the running batch; refuse all that wait."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         while self._waiting:
             job = self._waiting.popleft()
-            if not job.future.done():
-                job.future.set_exception(RefusedError(503, "the server is stopping"))
+            job.on_release()
+            _refuse(job)
         self._thread.shutdown(wait=True)
 
-    def reserve(self) -> None:
-        """Hold a place in the queue, before a body is read; refuse where there is none."""
-        if self.depth >= self._limits.queue:
+    def require_room(self, count: int = 1) -> None:
+        """Raise RefusedError if the queue has no room for so many images."""
+        if self.depth + count > self._limits.queue:
             raise RefusedError(
-                429, f"{self._limits.queue} pictures wait already; try again in a moment"
+                429,
+                f"the queue is full with {self.depth} images waiting; try again in a moment",
             )
-        self.reserved += 1
 
-    def release(self) -> None:
-        """Give the place back."""
-        self.reserved -= 1
+    def reserve(self, count: int = 1) -> None:
+        """Hold places in the queue for images that are being decoded; raise RefusedError if there are none."""
+        self.require_room(count)
+        self.reserved += count
 
-    def submit(self, item: Item, size: int) -> asyncio.Future[Done[Result]]:
-        """The result to come; cancelling it drops the job where it has not begun.
+    def release(self, count: int = 1) -> None:
+        """Give the places back."""
+        self.reserved -= count
+
+    def submit(
+        self, item: Item, pixels: int, on_release: Callable[[], None] = lambda: None
+    ) -> asyncio.Future[Done[Result]]:
+        """Queue an item and return its future; cancelling it drops the job unless it is running.
 
         Args:
-            item: for `work`.
-            size: pixels that the model will see; batches are cut where they sum up to too many.
+            item: argument of `work`.
+            pixels: pixels that the model will see; batches are cut where their sum would be too large.
+            on_release: called once, when the item is no longer held here.
         """
         future: asyncio.Future[Done[Result]] = asyncio.get_running_loop().create_future()
-        job = _Job(item, size, future)
+        job = _Job(item, pixels, future, on_release)
         self._waiting.append(job)
         self._arrived.set()
 
-        def leave(_: object) -> None:
+        def drop_if_cancelled(_: object) -> None:
             if future.cancelled() and job in self._waiting:
                 self._waiting.remove(job)
+                job.on_release()
 
-        future.add_done_callback(leave)
+        future.add_done_callback(drop_if_cancelled)
         return future
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             while not self._waiting:
                 self._arrived.clear()
                 await self._arrived.wait()
-            await self._gather()
-            jobs = self._take()
-            if not jobs:
-                continue
-            begun = perf_counter()
-            items = [job.item for job in jobs]
-            try:
-                results: Sequence[Result | Exception] = await loop.run_in_executor(
-                    self._thread, self._safely, items
-                )
-            except asyncio.CancelledError:
-                for job in jobs:
-                    if not job.future.done():
-                        job.future.set_exception(RefusedError(503, "the server is stopping"))
-                raise
-            worked = perf_counter() - begun
-            self._noted(len(jobs), worked)
-            for job, result in zip(jobs, results, strict=True):
-                if job.future.done():
-                    continue
-                if isinstance(result, Exception):
-                    job.future.set_exception(result)
-                else:
-                    job.future.set_result(Done(result, begun - job.since, worked, len(jobs)))
+            await self._wait_for_batch()
+            if jobs := self._take():
+                await self._process(jobs)
             # Nothing of a batch may stay in memory while the next is waited for.
-            del jobs, items, results, job, result
+            del jobs
 
-    async def _gather(self) -> None:
+    async def _process(self, jobs: list[_Job[Item, Result]]) -> None:
+        start = perf_counter()
+        loop = asyncio.get_running_loop()
+        try:
+            results: Sequence[Result | Exception] = await loop.run_in_executor(
+                self._thread, self._results, [job.item for job in jobs]
+            )
+        except asyncio.CancelledError:
+            for job in jobs:
+                _refuse(job)
+            raise
+        worked = perf_counter() - start
+        self._on_batch(len(jobs), worked)
+        for job, result in zip(jobs, results, strict=True):
+            job.on_release()
+            if job.future.done():
+                continue
+            if isinstance(result, Exception):
+                job.future.set_exception(result)
+            else:
+                job.future.set_result(Done(result, start - job.since, worked, len(jobs)))
+
+    async def _wait_for_batch(self) -> None:
         """Wait until a batch is full, or the first job has waited long enough."""
         while self._waiting and len(self._waiting) < self._limits.batch:
             left = self._waiting[0].since + self._limits.wait_ms / 1000 - perf_counter()
@@ -167,22 +177,29 @@ class Worker(Generic[Item, Result]):
 
     def _take(self) -> list[_Job[Item, Result]]:
         jobs: list[_Job[Item, Result]] = []
-        seen = 0
+        pixels = 0
         while self._waiting and len(jobs) < self._limits.batch:
             job = self._waiting[0]
-            if jobs and seen + job.size > MOST_SEEN:
+            if jobs and pixels + job.pixels > MAX_MODEL_PIXELS:
                 break
             self._waiting.popleft()
-            if not job.future.done():
+            if job.future.done():
+                job.on_release()
+            else:
                 jobs.append(job)
-                seen += job.size
+                pixels += job.pixels
         return jobs
 
-    def _safely(self, items: Sequence[Item]) -> Sequence[Result | Exception]:
-        """All together; where that fails, one by one, so that one picture does not spoil another's answer."""
+    def _results(self, items: Sequence[Item]) -> Sequence[Result | Exception]:
+        """Process all items together; if that fails, one by one, so that one image does not fail the others."""
         try:
             return self._work(items)
         except Exception as error:
             if len(items) == 1:
                 return [error]
-            return [result for item in items for result in self._safely([item])]
+            return [result for item in items for result in self._results([item])]
+
+
+def _refuse(job: _Job[Item, Result]) -> None:
+    if not job.future.done():
+        job.future.set_exception(RefusedError(503, "the server is stopping"))

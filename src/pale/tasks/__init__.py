@@ -1,69 +1,56 @@
-"""What is learned: a task builds its model, data, loss and metric. The loop knows this protocol and no task."""
+"""The tasks, by kind: `TASKS["detection"]` is the class that knows all about detection (see `base`).
+
+`recipes.register_task` adds a task of another package, with its recipes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, MutableMapping
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-import torch
-from PIL import Image
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+if TYPE_CHECKING:
+    from .base import Task
 
+__all__ = ["DEFAULT_TASK", "TASKS", "Registry"]
 
-class Metric(Protocol):
-    """Collects over the validation set on each process; what they collected is merged."""
-
-    def update(self, model: nn.Module, batch: Any) -> None:
-        """Take in one prepared batch."""
-
-    def state(self) -> Any:
-        """What this process collected, on the CPU."""
-
-    def merge(self, states: Sequence[Any]) -> dict[str, float]:
-        """The figures over all processes; percentages are 0 to 100."""
-
-    def details(self) -> dict[str, Any]:
-        """After `merge`: what the report shows, as JSON holds it."""
+DEFAULT_TASK = "classification"  # of weights and modules that do not name one
 
 
-class Task(Protocol):
-    """All that the loop needs."""
+class Registry(MutableMapping[str, "type[Task]"]):
+    """Task classes by kind. A class is imported when it is first read, so that listing the kinds costs nothing.
 
-    @property
-    def classes(self) -> Sequence[str]:
-        """Names of the classes."""
+    Args:
+        places: by kind, the module below this package and the class in it, "module:Class".
+    """
 
-    @property
-    def best(self) -> str:
-        """Which figure of the metric tells whether weights are better; greater is better."""
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._tasks: dict[str, str | type[Task]] = dict(places)
 
-    def model(self) -> nn.Module:
-        """A new model, with its first weights loaded where the recipe names some."""
+    def __getitem__(self, kind: str) -> type[Task]:
+        found = self._tasks[kind]
+        if isinstance(found, str):
+            module, _, name = found.partition(":")
+            found = self._tasks[kind] = getattr(import_module(f".{module}", __name__), name)
+        return found
 
-    def train_data(self, device: torch.device) -> Dataset[Any]:
-        """Samples under keys (epoch, index), for index below its length, to be trained with on this device."""
+    def __setitem__(self, kind: str, task: type[Task]) -> None:
+        self._tasks[kind] = task
 
-    def val_data(self) -> Dataset[Any]:
-        """Samples under keys (0, index)."""
+    def __delitem__(self, kind: str) -> None:
+        del self._tasks[kind]
 
-    def collate(self, samples: list[Any]) -> Any:
-        """A batch on the CPU: a dict of tensors and whatever else, with "keys" (b, 2) among them."""
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tasks)
 
-    def fetched(self, batch: Any, device: torch.device) -> Any:
-        """What can be made of a training batch, and can fail, before a step begins."""
+    def __len__(self) -> int:
+        return len(self._tasks)
 
-    def prepare(self, batch: Any, step: int | None) -> Any:
-        """On the device: normalise, and mix when `step` is given; draws depend on (seed, step) alone."""
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean loss over a prepared batch."""
-
-    def metric(self) -> Metric:
-        """A new, empty metric."""
-
-    def val_picture(self, index: int) -> Image.Image:
-        """A picture of the validation set, for the report."""
-
-    def sample_name(self, index: int) -> str:
-        """Where a training sample comes from, for messages."""
+TASKS = Registry(
+    {
+        "classification": "classification.task:ClassificationTask",
+        "segmentation": "segmentation.task:SegmentationTask",
+        "detection": "detection.task:DetectionTask",
+    }
+)

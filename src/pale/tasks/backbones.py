@@ -1,4 +1,4 @@
-"""Backbones of dense tasks: four maps of any hierarchical model of timm's, and a classifier's weights inside."""
+"""Backbones of dense tasks: feature maps of any hierarchical timm model, which may start from a classifier."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 from pydantic import model_validator
-from torch import nn
+from torch import Tensor, nn
 
-from .. import weights as weight_files
-from ..pale_transformer import VARIANTS
-from .classification import Model
+from ..errors import SettingsError, WeightsError
+from ..model.pale_transformer import VARIANTS
+from ..weights.compare import can_resize, load_into
+from ..weights.read import Weights, load_weights
+from .building import create
+from .classification.model import Model
 
 STRIDES = (4, 8, 16, 32)
 
 
-def maps_of(model: Model, size: int | tuple[int, int], what: str) -> tuple[nn.Module, list[int]]:
-    """The backbone that the settings name, which gives maps at strides 4, 8, 16 and 32, and their channels.
+def build_backbone(
+    model: Model, size: int | tuple[int, int], user: str
+) -> tuple[nn.Module, list[int]]:
+    """Build a backbone that returns maps at strides 4, 8, 16 and 32, and return it with their channels.
 
     Args:
-        model: the settings.
-        size: of images in training, for models that ask.
-        what: needs them, for messages.
+        model: settings of the network.
+        size: of training images, for models that need it.
+        user: what uses the maps, for messages.
     """
-    if model.name not in timm.list_models():
-        near = timm.list_models(f"*{model.name[:8]}*")[:3]
-        raise ValueError(
-            f"model.name must be one of {', '.join(VARIANTS)} or a model of timm's, got {model.name!r}"
-            + (f"; did you mean {', '.join(near)}?" if near else "")
-        )
     arguments: dict[str, Any] = {"features_only": True, "feature_cls": "getter"}
     if model.drop_path:
         arguments["drop_path_rate"] = model.drop_path
@@ -45,20 +43,14 @@ def maps_of(model: Model, size: int | tuple[int, int], what: str) -> tuple[nn.Mo
             "stem_stride": model.stem_stride,
             "img_size": size,
         }
-        del arguments["feature_cls"]  # its own
-    # Lists are what YAML makes of sizes.
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in model.options.items()}
-    arguments |= given
-    try:
-        # Models of a fixed size, as Swin, are told ours, and not to insist on it.
-        sized = {"img_size": size, "strict_img_size": False} if model.name not in VARIANTS else {}
-        backbone = timm.create_model(model.name, **(sized | arguments))
-    except TypeError:
-        backbone = timm.create_model(model.name, **arguments)
+        del arguments["feature_cls"]  # these models have a class of their own
+    # Models with a fixed size, such as Swin, get the size of training images and accept others.
+    sized = {"img_size": size, "strict_img_size": False} if model.name not in VARIANTS else {}
+    backbone = create(model.name, arguments, model.options, sized)
     info = backbone.feature_info
     if not hasattr(backbone, "model") or tuple(info.reduction()[-4:]) != STRIDES:
-        raise ValueError(
-            f"{what} needs maps at strides 4, 8, 16 and 32, {model.name} gives "
+        raise SettingsError(
+            f"{user} needs maps at strides 4, 8, 16 and 32, {model.name} gives "
             f"{', '.join(map(str, info.reduction()))}; take a hierarchical backbone with stem stride 4"
         )
     if len(info.reduction()) > len(STRIDES):
@@ -67,10 +59,11 @@ def maps_of(model: Model, size: int | tuple[int, int], what: str) -> tuple[nn.Mo
 
 
 class DenseModel(Model):
-    """Heads on a backbone, and what both start from.
+    """Settings of heads on a backbone, and of the weights that both start from.
 
     Attributes:
-        init: a classifier (a run, a .safetensors file, or a foreign .pth) that the backbone starts from.
+        init: a classifier (a run, a .safetensors file, or a .pth file of another project) that the backbone starts
+            from.
     """
 
     init: Path | None = None
@@ -86,95 +79,118 @@ class DenseModel(Model):
 
     @abstractmethod
     def network(self, classes: int, size: int | tuple[int, int]) -> nn.Module:
-        """The model with random weights."""
+        """Build the model with random weights."""
 
     def build(self, classes: int, size: int | tuple[int, int]) -> Any:
-        """The model, with its weights loaded where some are named."""
+        """Build the model, and load the weights that the settings name."""
         return self.assemble(classes, size)[0]
 
     def assemble(self, classes: int, size: int | tuple[int, int]) -> tuple[Any, list[str]]:
-        """The model, and what there is to say about the weights that it starts from."""
+        """Build the model, and return it with notes about the weights that it starts from."""
         model = self.network(classes, size)
         if self.checkpointing:
             model.set_grad_checkpointing(True)  # type: ignore[operator]
         notes = []
         if self.weights is not None:
-            weight_files.put(model, weight_files.load(self.weights), self.weights, self.new_head)
-            notes.append(
-                f"weights of {self.weights}" + (" but for the classifiers" * self.new_head)
-            )
+            load_into(model, load_weights(self.weights), self.weights, self.new_head)
+            notes.append(f"weights of {self.weights}" + (" except the classifiers" * self.new_head))
         if self.init is not None:
             notes.append(init_backbone(model, self.init))
         return model, notes
 
 
 def init_backbone(model: nn.Module, path: Path) -> str:
-    """Put a classifier's weights into the backbone; says what was loaded, what is new and what did not fit."""
-    tensors = dict(weight_files.load(path).tensors)
-    inner: Any = inner_model(model)
-    adapt = getattr(sys.modules[type(inner).__module__], "checkpoint_filter_fn", None)
+    """Load the weights of a classifier into the backbone; return what was loaded, what is new and what did not fit."""
+    inner = inner_model(model)
     own = inner.state_dict()
-    # timm's own adapter, for tables that depend on the size, as Swin's.
-    if adapt is not None and any(n in own and t.shape != own[n].shape for n, t in tensors.items()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about the speed of its interpolation
-            tensors = adapt(tensors, inner)
-    sized = ("ape.map",)  # resized while loading
-    fitting = {
-        name: t
-        for name, t in tensors.items()
-        if name in own and (t.shape == own[name].shape or name.endswith(sized))
-    }
-    unfit = sorted(name for name in tensors if name in own and name not in fitting)
-    unused = sorted(name for name in tensors if name not in own)
-    missing = sorted(name for name in own if name not in fitting)
+    weights = load_weights(path)
+    tensors = _adapt(inner, dict(weights.tensors), path)
+    fitting = {n: t for n, t in tensors.items() if n in own and _fits(n, t, own[n])}
     if len(fitting) < len(own) / 2:
-        raise ValueError(
+        raise WeightsError(
             f"{path} does not fit this backbone: {len(fitting)} of its {len(own)} tensors could be loaded; "
-            "was it trained with another model?"
+            f"{_other_model(weights)}"
         )
     inner.load_state_dict(fitting, strict=False)
-    heads = len(model.state_dict()) - len(own)
+    missing = sorted(own.keys() - fitting.keys())
+    unfit = sorted((own.keys() & tensors.keys()) - fitting.keys())
+    unused = sorted(tensors.keys() - own.keys())
+    heads = f"the heads ({len(model.state_dict()) - len(own)} tensors)"
     parts = [f"{path}: {len(fitting)} of {len(own)} tensors of the backbone loaded"]
-    parts.append(f"new: the heads ({heads} tensors){_few(missing)}")
-    if unfit:
-        parts.append(f"did not fit:{_few(unfit).removeprefix(',')}")
-    if unused:
-        parts.append(f"not used:{_few(unused).removeprefix(',')}")
+    parts.append(f"new: {', '.join([heads, *_first(missing)])}")
+    parts += [f"did not fit: {', '.join(_first(unfit))}"] if unfit else []
+    parts += [f"not used: {', '.join(_first(unused))}"] if unused else []
     return "; ".join(parts)
 
 
-def _few(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f", {', '.join(names[:3])}{more}"
+def _other_model(weights: Weights) -> str:
+    """Return what may be wrong with weights that do not fit: the model that they are of, where they name it."""
+    recipe = weights.about.get("recipe")
+    model = recipe.get("model") if isinstance(recipe, dict) else None
+    name = model.get("name") if isinstance(model, dict) else None
+    if any(tensor.startswith("backbone.") for tensor in weights.tensors):
+        return "it is not a classifier: continue it with --model.weights FILE, or give a classifier"
+    if isinstance(name, str):
+        return f"it holds weights of {name[:80]}: set --model.name {name[:80]}, or give others (pale weights)"
+    return "was it trained with another model?"
 
 
-def inner_model(model: nn.Module) -> Any:
-    """The model of timm's inside a detector or segmenter, wherever its features are taken."""
-    return next(
-        m for m in model.modules() if hasattr(m, "feature_info") and hasattr(m, "model")
-    ).model
+def _adapt(inner: nn.Module, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Return the tensors as timm's own adapter changes them, where tables depend on the image size, as in Swin."""
+    adapter = getattr(sys.modules[type(inner).__module__], "checkpoint_filter_fn", None)
+    own = inner.state_dict()
+    resized = any(n in own and t.shape != own[n].shape for n, t in tensors.items())
+    if adapter is None or not resized:
+        return tensors
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about the speed of its interpolation
+        try:
+            adapted: dict[str, Tensor] = adapter(tensors, inner)
+        except Exception as error:  # timm does not check the shapes of tensors
+            raise WeightsError(
+                f"{path} does not fit this backbone ({type(error).__name__} in timm's adapter); "
+                "was it trained with another model?"
+            ) from error
+    return adapted
 
 
-def spared(backbone: Any, prefix: str) -> set[str]:
-    """Parameters that the backbone wants without weight decay, by their names under `prefix`."""
+def _fits(name: str, tensor: Tensor, own: Tensor) -> bool:
+    return tensor.shape == own.shape or can_resize(name, tensor, own)
+
+
+def _first(names: Sequence[str]) -> list[str]:
+    """Return the first three names, the last of them with the number of the others."""
+    shown = list(names[:3])
+    if len(names) > 3:
+        shown[-1] += f" and {len(names) - 3} more"
+    return shown
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return the timm model inside a detector or segmenter."""
+    found = next(m for m in model.modules() if hasattr(m, "feature_info") and hasattr(m, "model"))
+    inner = found.model
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def parameters_without_decay(backbone: nn.Module, prefix: str) -> set[str]:
+    """Return the parameters that the backbone exempts from weight decay, by their names under `prefix`."""
     inner = getattr(backbone, "model", backbone)
     named = getattr(inner, "no_weight_decay", None)
     return {f"{prefix}{name}" for name in named()} if callable(named) else set()
 
 
 def layer_groups(backbone: Any, coarse: bool, prefix: str) -> dict[str, Any]:
-    """Timm's patterns for layer-wise learning rates, for a backbone under `prefix`."""
-    inner = backbone.model.group_matcher(coarse)
-    return {name: _under(pattern, prefix) for name, pattern in inner.items()}
+    """Return timm's patterns for layer-wise learning rates, for a backbone under `prefix`."""
+    groups = backbone.model.group_matcher(coarse)
+    return {name: _with_prefix(pattern, prefix) for name, pattern in groups.items()}
 
 
-def _under(pattern: Any, prefix: str) -> Any:
-    # timm's patterns: a string, or a list of (string, number); each begins with ^.
+def _with_prefix(pattern: Any, prefix: str) -> Any:
+    # timm's patterns are a string, or a list of (string, number); each begins with ^.
     if isinstance(pattern, str):
         return pattern.replace("^", f"^{prefix}")
     if isinstance(pattern, list | tuple):
-        return [(_under(p, prefix), n) for p, n in pattern]
+        return [(_with_prefix(p, prefix), n) for p, n in pattern]
     return pattern

@@ -1,9 +1,8 @@
-"""Checkpoints: folders that appear whole or not at all, checked by their sums, pruned, found newest first.
+"""Checkpoints: folders that are written atomically and verified by checksums.
 
-checkpoints/step_00000120/ holds model.safetensors, ema.safetensors (where there is one), trainer.pt (what
-else is needed to go on: tensors and numbers, read with weights_only) and manifest.json with size and
-SHA-256 of each. A model in shards has a file shard-*.safetensors for each process in place of the first two
-(`sharded.py`).
+checkpoints/step_00000120/ holds model.safetensors, ema.safetensors (if there is a moving average), trainer.pt (the
+rest of the state: tensors and numbers, read with weights_only) and manifest.json with size and SHA-256 of each. A model
+in shards has a file shard-*.safetensors per process instead of the first two (`sharded.py`).
 """
 
 from __future__ import annotations
@@ -11,19 +10,36 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
+import re
 import shutil
+import stat
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from .. import weights as weight_files
+from ..core.files import fresh_path
+from ..errors import PaleError, WeightsError
+from ..weights.read import load_weights, require_uncompressed
+from ..weights.write import save_weights
 from .distributed import World
 
 ALONE = World(torch.device("cpu"))
 Tensors = Mapping[str, Tensor]
+NAME = re.compile(r"step_(\d{8,})")
+INCOMPLETE = re.compile(r"\.step_\d{8,}\.\d+(\.old)?")  # left by an interrupted write
+# What PyTorch and safetensors raise if a disk is full.
+WRITE_FAILURES = (OSError, RuntimeError, SafetensorError)
+MAX_MANIFEST = 2**24  # bytes; with a thousand processes it has about 100 kB
+
+
+class WriteError(PaleError, OSError):
+    """A file of a run could not be written."""
 
 
 def save(
@@ -33,43 +49,44 @@ def save(
     trainer: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> Path:
-    """Write a checkpoint of whole models.
+    """Write a checkpoint of models that are not in shards.
 
     Args:
-        folder: of all checkpoints of the run.
-        step: how many steps are done.
+        folder: folder of all checkpoints of the run.
+        step: steps done.
         models: weights by name, "model" and "ema".
-        trainer: whatever else is needed to go on.
-        about: goes into the header of the weights.
+        trainer: rest of the state.
+        about: header of the weights.
     """
 
     def write(path: Path) -> None:
         for name, tensors in models.items():
-            weight_files.save(path / f"{name}.safetensors", tensors, about)
+            save_weights(path / f"{name}.safetensors", tensors, about)
         torch.save(dict(trainer), path / "trainer.pt")
 
     return save_files(folder, step, write, ALONE)
 
 
 def save_files(folder: Path, step: int, write: Callable[[Path], None], world: World) -> Path:
-    """Write a checkpoint: files, sums, everything on disk, and only then its name.
+    """Write a checkpoint under a temporary name: files, then checksums; rename it when everything is on disk.
 
     Args:
-        folder: of all checkpoints of the run.
-        step: how many steps are done.
-        write: puts its files into a folder, on each process.
-        world: the processes that write, all of which call this.
+        folder: folder of all checkpoints of the run.
+        step: steps done.
+        write: writes the files of a process into a folder.
+        world: the processes, all of which must call this.
     """
     target = folder / f"step_{step:08d}"
-    temporary = folder / f".{target.name}.{os.getpid()}"
-    temporary = world.share(None if world.main and is_good(target) else temporary)
+    exists = world.main and is_good(target)
+    temporary = world.broadcast(None if exists else folder / f".{target.name}.{os.getpid()}")
     if temporary is None:
         return target
 
     def prepare() -> None:
         if world.main:
+            folder.mkdir(exist_ok=True)  # the run folder exists, unless its file system is gone
             _remove(temporary)
-            temporary.mkdir(parents=True)
+            temporary.mkdir()
 
     def sums() -> dict[str, Any]:
         files = {}
@@ -84,7 +101,7 @@ def save_files(folder: Path, step: int, write: Callable[[Path], None], world: Wo
         (temporary / "manifest.json").write_text(json.dumps({"step": step, "files": manifest}))
         _sync(temporary / "manifest.json")
         _sync(temporary)
-        _remove(target)  # one that is not good
+        _remove(target)  # damaged, if it exists
         temporary.rename(target)
         _sync(folder)
 
@@ -96,79 +113,115 @@ def save_files(folder: Path, step: int, write: Callable[[Path], None], world: Wo
     except Exception as error:
         if world.main:
             shutil.rmtree(temporary, ignore_errors=True)
+        if not isinstance(error, WRITE_FAILURES):
+            raise
         last = newest(folder)
-        kept = f"{last} is the last good one" if last else "there is none yet"
-        raise OSError(
+        kept = f"{last} is the last good one" if last else "there is no other yet"
+        raise WriteError(
             f"the checkpoint of step {step} could not be written to {folder} ({error}); {kept}; "
-            f"make room and go on with: pale train --resume {folder.parent}"
+            f"free disk space and resume with: pale train --resume {folder.parent}"
         ) from error
     return target
 
 
 def _together(world: World, action: Callable[[], Any]) -> list[Any]:
-    """What each process gives; an error on one is an error on all, so that none waits for ever."""
+    """Return the results of all processes; an error of one is raised on all, so that none waits forever."""
     result, error = None, None
     try:
         result = action()
     except Exception as caught:
         error = caught
-    told = world.gather((result, None if error is None else str(error)))
+    results = world.gather((result, None if error is None else str(error)))
     if error is not None:
         raise error
-    for rank, (_, words) in enumerate(told):
-        if words is not None:
-            raise OSError(f"on process {rank}: {words}")
-    return [result for result, _ in told]
+    for rank, (_, text) in enumerate(results):
+        if text is not None:
+            raise OSError(f"on process {rank}: {text}")
+    return [result for result, _ in results]
 
 
 def newest(folder: Path, warn: Callable[[str], None] = lambda text: None) -> Path | None:
-    """The newest checkpoint whose files are all whole."""
-    for path in _all(folder):
+    """Return the newest undamaged checkpoint, or None."""
+    for path in list_checkpoints(folder):
         if is_good(path):
             return path
-        warn(f"{path} is damaged and passed over")
+        warn(f"{path} is damaged and ignored")
     return None
 
 
 def load_models(path: Path) -> dict[str, dict[str, Tensor]]:
-    """Whole weights by name, "model" and "ema"."""
-    return {
-        file.stem: weight_files.load(file).tensors for file in sorted(path.glob("*.safetensors"))
-    }
+    """Load weights that are not in shards, by name: "model" and "ema"."""
+    return {file.stem: load_weights(file).tensors for file in sorted(path.glob("*.safetensors"))}
 
 
 def load_trainer(path: Path, device: torch.device) -> dict[str, Any]:
-    """The rest."""
-    return torch.load(path / "trainer.pt", map_location=device, weights_only=True)
+    """Load the rest of the state; only tensors, numbers, strings and containers of them are unpickled."""
+    require_uncompressed(path / "trainer.pt")
+    try:
+        state = torch.load(path / "trainer.pt", map_location=device, weights_only=True)
+    except pickle.UnpicklingError:  # PyTorch's message advises to load it all the same
+        reason = "it is damaged or holds other objects, which may run code when they are loaded"
+    except (RuntimeError, EOFError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    else:
+        return cast("dict[str, Any]", state)
+    raise WeightsError(
+        f"{path / 'trainer.pt'} cannot be read as tensors and numbers alone ({reason}); delete this checkpoint to "
+        "resume from the one before it"
+    )
 
 
 def prune(folder: Path, keep: int, step: int) -> None:
-    """Delete all but the newest `keep` good ones up to `step`, and what broken-off writes have left."""
-    here = [path for path in _all(folder) if int(path.name.removeprefix("step_")) <= step]
-    good = [path for path in here if is_good(path, sums=False)]
-    for path in [p for p in _all(folder) if p not in good[:keep]]:
+    """Keep the newest `keep` good checkpoints up to `step`; delete all others and the rests of interrupted writes."""
+    all_ = list_checkpoints(folder)
+    good = [path for path in all_ if _step(path) <= step and is_good(path, sums=False)]
+    for path in [p for p in all_ if p not in good[:keep]]:
         _remove(path)
-    for path in folder.glob(".step_*"):
-        if not path.name.endswith(f".{os.getpid()}"):
+    for path in folder.iterdir():
+        if INCOMPLETE.fullmatch(path.name) and not path.name.endswith(f".{os.getpid()}"):
             _remove(path)
 
 
 def is_good(path: Path, sums: bool = True) -> bool:
-    """Whether every file is there in full; `sums`: and unchanged."""
+    """Return whether every file of a checkpoint is complete; with `sums`, also whether its checksum is right."""
     try:
-        files = json.loads((path / "manifest.json").read_text())["files"]
-        return all(
-            (path / name).stat().st_size == entry["bytes"]
+        files = _manifest(path)
+        loaded = {name for name in os.listdir(path) if name.endswith((".safetensors", ".pt"))}
+        return loaded <= files.keys() and all(
+            _size(path, name) == entry["bytes"]
             and (not sums or _sum(path / name) == entry["sha256"])
             for name, entry in files.items()
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
+def _manifest(path: Path) -> dict[str, Any]:
+    """Return size and checksum of the files of a checkpoint by name; raise if the manifest is not valid."""
+    if _size(path, "manifest.json") > MAX_MANIFEST:
+        raise ValueError(f"{path}/manifest.json has more than {MAX_MANIFEST} bytes")
+    content = json.loads((path / "manifest.json").read_bytes())
+    if content["step"] != _step(path):
+        raise ValueError(f"{path}/manifest.json is of step {content['step']}")
+    files = content["files"]
+    if not isinstance(files, dict) or "trainer.pt" not in files:
+        raise ValueError(f"{path}/manifest.json lists no trainer.pt")
+    return files
+
+
+def _size(path: Path, name: str) -> int:
+    """Return the size of a file of a checkpoint, which must be a regular file in its folder."""
+    if name in (".", "..") or Path(name).name != name or "\\" in name:
+        raise ValueError(f"a checkpoint can hold only files of its folder, got {name!r}")
+    status = (path / name).lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path / name} is not a regular file")
+    return status.st_size
+
+
 def write_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Make a file with `write` under another name, and give it its own when it is on disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file with `write` under a temporary name and rename it when it is on disk."""
+    temporary = fresh_path(path.with_name(f".{path.name}.{os.getpid()}"))
     try:
         write(temporary)
         _sync(temporary)
@@ -176,11 +229,30 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
         _sync(path.parent)
     except Exception as error:
         temporary.unlink(missing_ok=True)
-        raise OSError(f"{path} could not be written ({error})") from error
+        if not isinstance(error, WRITE_FAILURES):
+            raise
+        raise WriteError(f"{path} could not be written ({error})") from error
 
 
-def _all(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step_*"), reverse=True)
+def write_text(path: Path, content: str) -> None:
+    """Write a text file with `write_file`."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(content, encoding="utf-8")
+
+    write_file(path, write)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, damaged ones too, newest first; copies under other names do not count."""
+    if not folder.is_dir():
+        return []
+    named = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+    return sorted((p for p in named if p.is_dir() and not p.is_symlink()), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def _sum(path: Path) -> str:
@@ -189,7 +261,10 @@ def _sum(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    if sys.platform == "win32" and path.is_dir():
+        return  # Windows cannot open folders, and writes their entries itself
+    # On Windows fsync needs a file that is open for writing.
+    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -197,9 +272,12 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    # Out of the way under a name that is no checkpoint's, then away: a kill leaves nothing half.
-    if not path.exists():
+    # Rename it first, so that a kill never leaves half a checkpoint under its name.
+    if not os.path.lexists(path):
         return
     if not path.name.startswith("."):
         path = path.rename(path.with_name(f".{path.name}.{os.getpid()}.old"))
-    shutil.rmtree(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

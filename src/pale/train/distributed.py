@@ -1,28 +1,40 @@
-"""The processes of a run: one alone, or those that torchrun started."""
+"""The processes of a run: a single one, or those that torchrun started."""
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from ..compat import foreach_copy_, run_exit_functions
+from ..errors import PaleError, SettingsError, UnavailableError
 
-class AgreedError(ValueError):
-    """An error of one process that all raise at the same place: what they do together they still can."""
+T = TypeVar("T")
+TIMEOUT = 600.0  # seconds
+
+
+class AllRanksError(PaleError, ValueError):
+    """An error of one process that all processes raise at the same place, so that they can still work together."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of them."""
+    """The rank of this process and the number of processes.
+
+    Attributes:
+        device: where this process computes.
+        rank: number of this process.
+        size: number of processes.
+    """
 
     device: torch.device
     rank: int = 0
@@ -30,11 +42,11 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes files and speaks."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag, whether it is set on any process."""
+        """Return for each flag whether it is set on any process."""
         if self.size == 1:
             return list(flags)
         # On the CPU, so that no process waits for its GPU.
@@ -43,7 +55,7 @@ class World:
         return [bool(value) for value in values.tolist()]
 
     def max_(self, value: torch.Tensor) -> None:
-        """Set a tensor on the device to the greatest of all processes; the host does not wait."""
+        """Set a tensor on the device to its maximum over the processes; the host does not wait."""
         if self.size > 1:
             dist.all_reduce(value, dist.ReduceOp.MAX)
 
@@ -56,10 +68,10 @@ class World:
         flat /= self.size
         parts = flat.split([tensor.numel() for tensor in tensors])
         views = [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
-        torch._foreach_copy_(list(tensors), views)
+        foreach_copy_(list(tensors), views)
 
     def mean(self, value: float) -> float:
-        """The mean over the processes."""
+        """Return the mean over the processes."""
         if self.size == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64)
@@ -67,45 +79,64 @@ class World:
         return float(total) / self.size
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process holds, in order, on every process."""
+        """Return the values of all processes, by rank, on every process."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise on every process what one of them has met."""
-        for words in self.gather(None if error is None else str(error)):
-            if words is not None:
-                raise AgreedError(words)
+    def raise_on_all(self, error: Exception | None) -> None:
+        """Raise the error of any process on every process."""
+        for text in self.gather(None if error is None else str(error)):
+            if text is not None:
+                raise AllRanksError(text) from error
 
-    def share(self, value: Any) -> Any:
-        """What the main process holds."""
-        return self.gather(value)[0]
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Run `action` on the main process and return its result, or raise its error, on every process."""
+        result, error = None, None
+        if self.main:
+            try:
+                result = action()
+            except (ValueError, OSError) as caught:
+                error = caught
+        if self.size > 1:
+            self.raise_on_all(error)
+        elif error is not None:
+            raise error
+        return cast("T", self.broadcast(result))
+
+    def broadcast(self, value: T) -> T:
+        """Return the value of the main process."""
+        return cast("T", self.gather(value)[0])
 
 
-def leave(code: int) -> NoReturn:
-    """End this process of several as any exit does, but for the interpreter's own end.
+def exit_process(code: int) -> NoReturn:
+    """End one of several processes without finalising the interpreter.
 
-    There gloo's threads abort at times (seen after FSDP), and torchrun would take a finished run for a failed one.
+    Threads of gloo sometimes abort there (seen after FSDP), and torchrun would report a finished run as failed.
     """
-    atexit._run_exitfuncs()
+    run_exit_functions()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 @contextmanager
-def join(device: str | None = None) -> Iterator[World]:
-    """Join the processes that torchrun started, or be alone.
+def join(device: str | None = None, timeout: float = TIMEOUT) -> Iterator[World]:
+    """Join the process group that torchrun started, if any.
 
     Args:
-        device: "cpu" or "cuda"; by default CUDA where there is one.
+        device: "cpu" or "cuda"; None: CUDA if available.
+        timeout: seconds that a process waits for the others before it fails, so that torchrun restarts the run.
     """
+    if not timeout > 0:
+        raise SettingsError(
+            f"the timeout of the processes must be above 0 seconds, got {timeout:g}"
+        )
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here; leave out --device, or take cpu")
+        raise UnavailableError("no CUDA device is available; remove --device, or use --device cpu")
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(torch.device(kind))
         return
@@ -118,7 +149,8 @@ def join(device: str | None = None) -> Iterator[World]:
         # After a restart torchrun's store still holds the addresses of the killed processes. On several machines
         # the counts of restarts may differ: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives a new store.
         store = PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    patience = timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     try:
         where = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
         yield World(where, rank, size)

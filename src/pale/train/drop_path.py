@@ -1,4 +1,4 @@
-"""Drop path whose masks depend on (seed, step) and a sample's position in the global batch, not on the process."""
+"""Drop path with masks that depend on (seed, step) and a sample's position in the global batch, not on the process."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from numpy.typing import NDArray
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from ..data.draws import number
+from ..data.seeding import derive_seed
+from ..ops.shortcuts import plain_kind
 
 
+@plain_kind
 class SampledDropPath(nn.Module):
-    """timm's DropPath with the mask given from outside."""
+    """DropPath (timm) with a mask that `DropPaths` sets."""
+
+    # It only scales images, so that a fused block can use the mask directly.
+    scales_images = True
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
         self.mask = mask  # (b,): 0, or 1 / keep probability
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale each sample by its mask, in training."""
+        """Scale each sample by its mask during training."""
         if not self.training:
             return x
         return x * self.mask.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
@@ -30,12 +35,12 @@ class DropPaths:
 
     Args:
         model: on its device.
-        batch: the global batch.
-        piece: how many samples of it one forward pass sees.
-        seed: of every draw.
+        batch: size of the global batch.
+        part: number of samples in one forward pass.
+        seed: seed of all masks.
     """
 
-    def __init__(self, model: nn.Module, batch: int, piece: int, seed: int) -> None:
+    def __init__(self, model: nn.Module, batch: int, part: int, seed: int) -> None:
         self.batch, self.seed = batch, seed
         found = [
             (parent, name, child)
@@ -45,8 +50,8 @@ class DropPaths:
         ]
         self.keep = torch.tensor([1 - child.drop_prob for _, _, child in found]).view(-1, 1)
         device = next(model.parameters()).device
-        # One tensor, so that one copy serves all modules.
-        self.masks = torch.ones(len(found), piece, device=device)
+        # One tensor for all modules, so that a step needs one copy.
+        self.masks = torch.ones(len(found), part, device=device)
         for mask, (parent, name, _) in zip(self.masks, found, strict=True):
             setattr(parent, name, SampledDropPath(mask))
 
@@ -54,10 +59,10 @@ class DropPaths:
         """Set the masks for the samples at `positions` of a step's batch."""
         if not len(self.masks):
             return
-        generator = torch.Generator().manual_seed(number(self.seed, step))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, step))
         chance = torch.rand(len(self.masks), self.batch, generator=generator)
         chance = chance[:, torch.from_numpy(positions)]
         masks = (chance < self.keep) / self.keep
-        if self.masks.is_cuda:  # from pinned memory, so that nothing waits for the GPU
+        if self.masks.is_cuda:  # pinned, so that the CPU does not wait for the GPU
             masks = masks.pin_memory()
         self.masks.copy_(masks, non_blocking=True)

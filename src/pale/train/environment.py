@@ -1,7 +1,8 @@
-"""On what a run ran: versions, commit, hardware."""
+"""Environment of a run: versions, commit, hardware."""
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -16,19 +17,19 @@ from .distributed import World
 
 
 def peak_memory_mb(device: torch.device) -> float | None:
-    """The most memory that was in use: on the GPU, else of this process; none where the system does not tell."""
+    """Return the peak memory of the GPU, or of this process on a CPU; None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     if sys.platform == "win32":
         return None
     import resource
 
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most / (2**20 if sys.platform == "darwin" else 2**10)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def environment(world: World) -> dict[str, Any]:
-    """Facts for the log and the report."""
+    """Return versions and hardware for the log and the report."""
     cuda = world.device.type == "cuda"
     return {
         "pale": __version__,
@@ -45,7 +46,12 @@ def environment(world: World) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package lies in, "-dirty" with changes; None when installed otherwise."""
+    """Return the commit of this package's checkout, with "-dirty" if it has changes; None if it is not a checkout.
+
+    The environment variable PALE_COMMIT overrides it, for copies of a checkout.
+    """
+    if given := os.environ.get("PALE_COMMIT"):
+        return given
     here = Path(__file__)
     git = ["git", "-C", str(here.parent)]
     try:

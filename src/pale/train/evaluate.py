@@ -1,18 +1,28 @@
-"""Evaluation over the validation set, each image once, shared out over the processes."""
+"""Evaluation over the validation set, each image once, divided among the processes.
+
+Training uses `Evaluation`; `pale eval`, the zoo and the benchmarks use `evaluate_weights`.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Sampler
 
-from ..data.labelled import batches, make_loader
-from ..data.plans import Plan
-from ..progress import Track, silent
-from ..tasks import Metric, Task
+from ..core.progress import Track, no_progress
+from ..data.gpu.plans import BatchPlan
+from ..data.loader import iterate_batches, make_loader
+from ..recipes.schema import Recipe
+from ..tasks.base import Evaluated, Metric, Task
+from ..tasks.building import build_for
+from ..weights.compare import load_into
+from ..weights.read import Weights
 from .distributed import World
 from .sharded import reshard
 
@@ -22,11 +32,11 @@ class Share(Sampler[list[tuple[int, int]]]):
 
     Args:
         samples: size of the validation set.
-        batch: images a batch.
+        batch: images per batch.
         world: the processes.
-        even: as many batches on each process, for models whose forward pass all processes make together; from
-            number `own` on they do not count.
-        only: the images that count, by number; none: all.
+        even: the same number of batches on each process, for models whose forward pass needs all processes; batches
+            from number `own` on do not count.
+        only: indices of the images to evaluate; None: all.
     """
 
     def __init__(
@@ -61,10 +71,11 @@ class Evaluation:
     Args:
         task: whose data and metric.
         world: the processes.
-        batch: images a batch.
-        workers: reading processes; they stay between evaluations, as starting them costs more than a small set.
+        batch: images per batch.
+        workers: reading processes; they are kept between evaluations, as starting them takes longer than a small set.
         even: see `Share`.
         only: see `Share`.
+        protocol: of the task; "" is that of validation during training.
     """
 
     def __init__(
@@ -75,8 +86,9 @@ class Evaluation:
         workers: int,
         even: bool = False,
         only: Sequence[int] | None = None,
+        protocol: str = "",
     ) -> None:
-        self.task, self.world, self.even = task, world, even
+        self.task, self.world, self.even, self.protocol = task, world, even, protocol
         data = task.val_data()
         self.share = Share(len(data), batch, world, even, only)  # type: ignore[arg-type]
         pin = world.device.type == "cuda"
@@ -84,40 +96,101 @@ class Evaluation:
 
     @torch.no_grad()
     def run(
-        self, model: nn.Module, dtype: torch.dtype | None, track: Track = silent
+        self, model: nn.Module, dtype: torch.dtype | None, track: Track = no_progress
     ) -> tuple[dict[str, float], Metric]:
-        """The figures, the same on every process, and the metric that collected them."""
-        training, metric = model.training, self.task.metric()
+        """Return the figures, the same on every process, and the metric that collected them."""
+        training, metric = model.training, self.task.metric(self.protocol)
         error: ValueError | None = None
         model.eval()
         try:
-            reading = track(batches(self.loader), "evaluating", len(self.share))
+            reading = track(iterate_batches(self.loader), "evaluating", len(self.share))
             for i, batch in enumerate(reading):
                 prepared = self.task.prepare(to_device(batch, self.world.device), None)
-                counts = metric if i < self.share.own else self.task.metric()
+                counts = metric if i < self.share.own else self.task.metric(self.protocol)
                 with autocast(self.world.device, dtype):
                     counts.update(model, prepared)
-        except ValueError as caught:  # of the data
+        except ValueError as caught:  # about the data
             if self.even:  # the others are inside a forward pass
                 raise
             error = caught
         finally:
             model.train(training)
             reshard(model)
-        self.world.agree(error)
+        self.world.raise_on_all(error)
         return metric.merge(self.world.gather(metric.state())), metric
 
 
+def evaluate_weights(
+    recipe: Recipe,
+    weights: Weights,
+    source: Path,
+    world: World,
+    *,
+    protocol: str = "both",
+    batch: int = 1,
+    workers: int | None = None,
+    sample: Sample | None = None,
+    dtype: torch.dtype | None = None,
+    track: Track = no_progress,
+) -> Iterator[Evaluated]:
+    """Build the model, load the weights, and evaluate each protocol; every process gets the same results.
+
+    Args:
+        recipe: of the weights, without weights to start from (`recipes.stored.without_start`).
+        weights: to be evaluated.
+        source: where they come from, for messages.
+        world: the processes, and the device.
+        protocol: name of one protocol of the task, or "both" for all; a task with a single protocol ignores it.
+        batch: images per batch.
+        workers: reading processes; None: as in the recipe.
+        sample: evaluate some of the images only.
+        dtype: of mixed precision; None: float32.
+        track: shows progress.
+    """
+    task = recipe.task(weights.about.get("classes") or recipe.task_class.listed_classes(recipe))
+    model = build_for(weights, task.model, source)
+    load_into(model, weights, source, new_head=False)
+    model.to(world.device)
+    reported = recipe.reported.plain() if recipe.reported else {}
+    paper = {name: value for name, value in reported.items() if value is not None}
+    workers = recipe.workers if workers is None else workers
+    only = None if sample is None else sample.indices(len(task.val_data()))  # type: ignore[arg-type]
+    for name, how in task.protocols().items():
+        if protocol in ("both", name) or not name:
+            evaluation = Evaluation(task, world, batch, workers, only=only, protocol=name)
+            figures, metric = evaluation.run(model, dtype, track)
+            yield Evaluated(name, figures, metric, how, task, paper)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A random sample of a validation set.
+
+    Attributes:
+        count: number of images; all if there are fewer.
+        seed: of the draw.
+    """
+
+    count: int
+    seed: int = 0
+
+    def indices(self, total: int) -> list[int] | None:
+        """Return the indices of the sample in order; None for all images."""
+        if self.count >= total:
+            return None
+        return sorted(random.Random(self.seed).sample(range(total), self.count))
+
+
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The tensors of a batch on the device, but for the keys."""
+    """Move the tensors of a batch to the device, except the keys."""
     return {
         name: value.to(device, non_blocking=True)
-        if isinstance(value, torch.Tensor | Plan) and name != "keys"
+        if isinstance(value, torch.Tensor | BatchPlan) and name != "keys"
         else value
         for name, value in batch.items()
     }
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """Mixed precision in `dtype`, or none."""
+    """Return a context of mixed precision in `dtype`; None: full precision."""
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)

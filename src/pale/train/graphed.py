@@ -1,8 +1,8 @@
-"""A step's forward and backward pass as one CUDA graph: the CPU launches it whole, not kernel by kernel.
+"""Forward and backward pass of a step as one CUDA graph, which the CPU launches with one call.
 
-Everything that a recorded step reads or writes stays where it was in memory: inputs are copied into buffers of the
-graph's own, gradients are added to tensors that are kept, and what changes from step to step (masks of drop path, the
-scale of a GradScaler) must be a tensor on the device that is written in place.
+A recorded step reads and writes fixed addresses: inputs are copied into buffers of the graph, gradients are added to
+tensors that are kept, and values that change from step to step (masks of drop path, the scale of a GradScaler) must be
+tensors on the device that are written in place.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-THREADS = "thread_local"  # other threads, such as the one that pins batches, may go on while a graph is recorded
-WARM_UP = 3  # eager passes before recording: kernels are compiled and chosen, libraries set up
+from ..compat import foreach_zero_, tree_leaves
+from ..errors import SettingsError, UnavailableError
+
+THREADS = "thread_local"  # other threads, such as the one that pins batches, may use CUDA during a recording
+WARM_UP = (
+    3  # eager passes before recording, which compile and select kernels and initialise libraries
+)
 
 
 class GraphedStep:
-    """Records `compute` once and replays it on other batches of the same shapes.
+    """Record `compute` once and replay it on other batches of the same shapes.
 
     Args:
-        compute: loss of a batch, having added its gradients to `.grad`; forward and backward pass, nothing else.
-        model: whose gradients these are; its buffers are as before after recording.
-        batch: an example. Its tensors on the device are what `compute` gets.
+        compute: returns the loss of a batch and adds its gradients to `.grad`; only forward and backward pass.
+        model: the model with these gradients; recording does not change its buffers.
+        batch: an example. `compute` receives only its tensors on the device.
     """
 
     def __init__(
@@ -33,7 +38,7 @@ class GraphedStep:
         self.buffers = {name: value.clone() for name, value in _on_device(batch).items()}
         if not self.buffers:
             raise ValueError("a CUDA graph needs a batch with tensors on a CUDA device, got none")
-        # With all that the graph reads: buffers too must stay where they are.
+        # Keeps alive all tensors that the graph reads.
         self.compute = compute
         for parameter in model.parameters():
             parameter.grad = None
@@ -46,12 +51,14 @@ class GraphedStep:
             for _ in range(WARM_UP):
                 compute(self.buffers)
         torch.cuda.current_stream(device).wait_stream(side)
-        # What the warm-up has made is kept. A parameter that no gradient reaches has none, as without a graph.
+        # Keep the gradients of the warm-up. A parameter without gradient has none, as without a graph.
         self.grads = [p.grad for p in model.parameters() if p.grad is not None]
         self.graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(self.graph, capture_error_mode=THREADS):
                 self.loss = compute(self.buffers)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise _unrecordable("step", error) from error
         with torch.no_grad():
@@ -61,13 +68,13 @@ class GraphedStep:
         self.zero_grad()
 
     def __call__(self, batch: dict[str, Any]) -> Tensor:
-        """The loss; gradients are added to `.grad`."""
+        """Return the loss and add the gradients to `.grad`."""
         given = _on_device(batch)
         shapes = {name: tuple(value.shape) for name, value in given.items()}
         recorded = {name: tuple(value.shape) for name, value in self.buffers.items()}
         if shapes != recorded:
-            raise ValueError(
-                f"a recorded step takes batches of {recorded} alone, got {shapes}; set cuda_graph=false"
+            raise SettingsError(
+                f"a recorded step needs batches of shapes {recorded}, got {shapes}; set cuda_graph=false"
             )
         for name, value in given.items():
             self.buffers[name].copy_(value, non_blocking=True)
@@ -75,40 +82,80 @@ class GraphedStep:
         return self.loss.clone()
 
     def zero_grad(self) -> None:
-        """Gradients to zero, in place."""
-        torch._foreach_zero_(self.grads)
+        """Set the gradients to zero, in place."""
+        foreach_zero_(self.grads)
 
 
 def record_part(part: nn.Module, example: Tensor, dtype: torch.dtype | None) -> None:
-    """Make a part of a model one CUDA graph forward and one backward, in training, for inputs like the example.
+    """Record a part of a model in training as one CUDA graph forward and one backward.
 
-    For a model whose step cannot be recorded whole. Gradients lie where the graph writes them: not to be accumulated.
+    For models whose whole step cannot be recorded. The graph overwrites its gradients, so they cannot be accumulated.
+
+    Args:
+        part: the part of the model.
+        example: inputs must have its shape.
+        dtype: type of mixed precision, or None.
     """
     states = [(buffer, buffer.clone()) for buffer in part.buffers()]
     random = torch.cuda.get_rng_state(example.device)
     record = torch.cuda.make_graphed_callables
-    options: dict[str, Any] = {"allow_unused_input": True}
+    # The warm-up of make_graphed_callables would keep autograd nodes of another stream.
+    options: dict[str, Any] = {"allow_unused_input": True, "num_warmup_iters": 0}
     if "capture_error_mode" in inspect.signature(record).parameters:
         options["capture_error_mode"] = THREADS
     try:
-        # Weights that were cast to 16 bits before must not be taken: the graph casts them itself.
+        # Do not use cached casts of the weights: the graph must cast them itself.
         with torch.autocast(
             "cuda", dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False
         ):
+            _warm_up(part, example)
             record(part, (example.clone(),), **options)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise _unrecordable("backbone", error) from error
+    renew_accumulators(part)
     with torch.no_grad():
         for buffer, before in states:
             buffer.copy_(before)
     torch.cuda.set_rng_state(random, example.device)
 
 
-def _unrecordable(what: str, error: RuntimeError) -> RuntimeError:
+def _warm_up(part: nn.Module, example: Tensor) -> None:
+    """Run forward and backward pass on a side stream; keep no gradient and no autograd graph."""
+    device = example.device
+    parameters = [p for p in part.parameters() if p.requires_grad]
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            outputs = [x for x in tree_leaves(part(example)) if x.requires_grad]
+            gradients = [torch.ones_like(x) for x in outputs]
+            torch.autograd.grad(outputs, parameters, gradients, allow_unused=True)
+            del outputs
+    torch.cuda.current_stream(device).wait_stream(side)
+
+
+def renew_accumulators(part: nn.Module) -> None:
+    """Drop the AccumulateGrad nodes of the parameters, so that the next forward pass creates them on its own stream.
+
+    A recorded part keeps its autograd graph, and with it nodes of the stream of the recording. A backward pass on
+    another stream would wait for that one, and PyTorch warns about it. A node is dropped when the data of its parameter
+    changes type; the data is then set back, unchanged and at the same address. Do not use this under DDP, which has
+    hooks on these nodes.
+    """
+    for parameter in part.parameters():
+        data = parameter.data
+        other = torch.float16 if data.dtype == torch.float32 else torch.float32
+        parameter.data = data.new_empty(0, dtype=other)
+        parameter.data = data
+
+
+def _unrecordable(what: str, error: RuntimeError) -> UnavailableError:
     reason = str(error).strip().splitlines()[0]
-    return RuntimeError(
-        f"this model's {what} cannot be recorded as a CUDA graph ({reason}); set cuda_graph=false. "
-        "what waits for the device cannot be recorded, and model.checkpointing may not be"
+    return UnavailableError(
+        f"the {what} of this model cannot be recorded as a CUDA graph ({reason}); set cuda_graph=false. Operations "
+        "that wait for the device cannot be recorded, and sometimes model.checkpointing cannot"
     )
 
 

@@ -1,8 +1,8 @@
-"""Steps whose loss or gradient is no number, found on the device, so that no step waits for the one before.
+"""Detection of NaN and Inf without synchronisation.
 
-The device itself leaves such a step out (`found_inf` of PyTorch's fused AdamW), and once there were too many in a
-row every later one too. What happened is copied to the host behind the computation and read there a step later; by
-then the weights are still those from before.
+The device itself leaves out a step whose loss or gradient is NaN or Inf (`found_inf` of PyTorch's fused AdamW). After
+too many of them in a row it leaves out every later step too. The values are copied to the host behind the computation
+and read there one step later; until then the weights are still those before the bad step.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from ..compat import foreach_add_, foreach_mul_, foreach_sub
 from .distributed import World
 
-LAG = 1  # steps that may be under way when one is looked at
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+LAG = 1  # steps that may still run on the device when a step is checked
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A step and what became of it.
+class StepRecord:
+    """Result of a step.
 
     Attributes:
         step: its number.
         lr: its learning rate.
         keys: samples of this process, (b, 2).
         loss: on this process.
-        norm: of the gradient.
-        bad: whether on any process one of them is no number.
+        norm: gradient norm.
+        bad: whether loss or norm is NaN or Inf on any process.
+        bad_here: whether it is on this process.
     """
 
     step: int
@@ -40,35 +43,31 @@ class Seen:
     loss: float
     norm: float
     bad: bool
-
-    @property
-    def own(self) -> bool:
-        """Whether it is bad on this process."""
-        return not (math.isfinite(self.loss) and math.isfinite(self.norm))
+    bad_here: bool
 
 
 class Guard:
-    """Looks at every step, and tells of it a step later.
+    """Check every step on the device and report it one step later.
 
     Args:
         world: the processes.
-        limit: bad steps in a row after which nothing changes any more.
+        limit: number of bad steps in a row after which no step changes the weights any more.
     """
 
     def __init__(self, world: World, limit: int) -> None:
         self.world, self.limit = world, limit
-        self.row = torch.zeros((), device=world.device)
+        self.bad_in_a_row = torch.zeros((), device=world.device)
         self.halted = torch.zeros((), device=world.device)
         self.pending: deque[tuple[int, float, Tensor, Tensor, torch.cuda.Event | None]] = deque()
 
     @torch.no_grad()
-    def look(self, step: int, lr: float, keys: Tensor, loss: Tensor, norm: Tensor) -> Tensor:
-        """1 on the device where the step must be left out, else 0."""
+    def check(self, step: int, lr: float, keys: Tensor, loss: Tensor, norm: Tensor) -> Tensor:
+        """Return a tensor on the device: 1 if the step must be left out, else 0."""
         bad = (~(loss.isfinite() & norm.isfinite())).float()
         self.world.max_(bad)
-        self.row.add_(1).mul_(bad)
-        torch.maximum(self.halted, (self.row >= self.limit).float(), out=self.halted)
-        # In float64 a float32 keeps its value.
+        self.bad_in_a_row.add_(1).mul_(bad)
+        torch.maximum(self.halted, (self.bad_in_a_row >= self.limit).float(), out=self.halted)
+        # float64 represents every float32 exactly.
         figures = torch.stack([loss.double(), norm.double(), bad.double()])
         event = None
         if figures.is_cuda:
@@ -79,56 +78,59 @@ class Guard:
         self.pending.append((step, lr, keys, figures, event))
         return torch.maximum(bad, self.halted)
 
-    def seen(self, lag: int) -> Iterator[Seen]:
-        """The steps not yet told of, but for the last `lag`."""
+    def completed(self, lag: int) -> Iterator[StepRecord]:
+        """Yield the records of steps not yet yielded, except the last `lag`."""
         while len(self.pending) > lag:
             step, lr, keys, figures, event = self.pending.popleft()
             if event is not None:
                 event.synchronize()
             loss, norm, bad = figures.tolist()
-            yield Seen(step, lr, keys, loss, norm, bool(bad))
+            bad_here = not (math.isfinite(loss) and math.isfinite(norm))
+            yield StepRecord(step, lr, keys, loss, norm, bool(bad), bad_here)
 
 
-class Statistics:
-    """Those of a model's batch norms, which a forward pass changes: put back where its step is left out."""
+class BatchNormBackup:
+    """Copy of the batch norm statistics, which a forward pass changes even if its step is left out."""
 
     def __init__(self, model: nn.Module) -> None:
-        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
         self.buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        self.kept = [buffer.clone() for buffer in self.buffers]
+        self.copies = [buffer.clone() for buffer in self.buffers]
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """Remember them as they are."""
-        for kept, buffer in zip(self.kept, self.buffers, strict=True):
-            kept.copy_(buffer)
+    def save(self) -> None:
+        """Copy the current statistics."""
+        for copy, buffer in zip(self.copies, self.buffers, strict=True):
+            copy.copy_(buffer)
 
     @torch.no_grad()
-    def put_back(self, skip: Tensor) -> None:
-        """As they were, where `skip` is 1."""
-        for kept, buffer in zip(self.kept, self.buffers, strict=True):
-            buffer.copy_(torch.where(skip > 0, kept, buffer))
+    def restore_if(self, skip: Tensor) -> None:
+        """Restore the copy if `skip` is 1."""
+        for copy, buffer in zip(self.copies, self.buffers, strict=True):
+            buffer.copy_(torch.where(skip > 0, copy, buffer))
 
 
-class Average(ModelEmaV3):  # type: ignore[misc]
-    """timm's moving average of a model, with an update that the device can leave out."""
+class MovingAverage(ModelEmaV3):  # type: ignore[misc]
+    """Moving average of a model (timm), with an update that the device can leave out."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model, decay=decay)
-        self.pairs: list[tuple[Tensor, Tensor]] | None = None
+        # Tensors of average and model; they stay the same until the end.
+        self.floats: tuple[list[Tensor], list[Tensor]] | None = None
+        self.others: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
     def update_unless(self, skip: Tensor, model: nn.Module) -> None:
-        """`update(model)` where `skip` is 0; where it is 1, nothing."""
-        if self.pairs is None:  # the tensors stay the same ones to the end
-            self.pairs = list(
-                zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
-            )
-        averages = [average for average, _ in self.pairs if average.is_floating_point()]
-        values = [value for average, value in self.pairs if average.is_floating_point()]
-        moves = torch._foreach_sub(values, averages)
-        torch._foreach_mul_(moves, (1 - self.decay) * (1 - skip))
-        torch._foreach_add_(averages, moves)
-        for average, value in self.pairs:
-            if not average.is_floating_point():
-                average.copy_(value)
+        """Run `update(model)` if `skip` is 0; change nothing if it is 1."""
+        if self.floats is None:
+            own, states = self.module.state_dict(), model.state_dict()
+            pairs = list(zip(own.values(), states.values(), strict=True))
+            floats = [pair for pair in pairs if pair[0].is_floating_point()]
+            self.floats = [average for average, _ in floats], [value for _, value in floats]
+            self.others = [pair for pair in pairs if not pair[0].is_floating_point()]
+        averages, values = self.floats
+        moves = foreach_sub(values, averages)
+        foreach_mul_(moves, (1 - self.decay) * (1 - skip))
+        foreach_add_(averages, moves)
+        for average, value in self.others:
+            average.copy_(value)

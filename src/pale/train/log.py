@@ -1,64 +1,91 @@
-"""What a run tells: a line of JSON for every event, always; a live display on a terminal, plain lines elsewhere."""
+"""Output of a run: a JSON line per event in log.jsonl, and a live display, or plain lines without a terminal."""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
-PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
-SAID_SKIPS = 3
+from ..core.console import Console, Table
+from ..core.escaping import escape_line, escape_message
+from ..core.files import fresh_path
+from ..errors import UnavailableError
+from ..tasks.base import Task
+
+PLAIN_SECONDS = 10.0  # between two lines without a terminal
+PRINTED_SKIPS = 3  # skipped steps that are printed in full
 BARS = " ▁▂▃▄▅▆▇█"
 
 
 class Log:
-    """A file of JSON lines; one that goes on forgets what came after the step it goes on from."""
+    """Write events as JSON lines; a run that resumes drops the events after the step it resumes from.
+
+    While the file cannot be written, lines are kept in memory; each new event tries again.
+    """
 
     def __init__(self, path: Path, step: int, tensorboard: bool = False) -> None:
         self.board = _board(path.parent / "tensorboard", step) if tensorboard else None
         kept = [entry for entry in read(path) if _done(entry) <= step] if step else []
-        temporary = path.with_name(f".{path.name}")
+        temporary = fresh_path(path.with_name(f".{path.name}"))
         temporary.write_text("".join(json.dumps(_plain(entry)) + "\n" for entry in kept))
         temporary.replace(path)
-        self.file = path.open("a")
+        self.path, self.file = path, path.open("ab", buffering=0)
+        self.unwritten = b""
 
     def write(self, event: str, **values: Any) -> None:
         """Add an event."""
-        self.file.write(json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n")
-        self.file.flush()
+        line = json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n"
+        self.unwritten += line.encode()
+        with suppress(OSError):  # the checkpoints end a run whose disk does not recover
+            self.flush()
         if self.board is not None and event in ("step", "eval"):
             for name, value in values.items():
                 if name != "step" and value is not None:
                     self.board.add_scalar(f"{event}/{name}", value, values["step"])
             self.board.flush()
 
+    def flush(self) -> None:
+        """Write the lines that are not in the file yet; raise OSError if that fails."""
+        if self.file.closed:  # after a failure: the file system may have been gone
+            self.file = self.path.open("ab", buffering=0)
+        try:
+            while self.unwritten:
+                written = self.file.write(self.unwritten)  # on a full disk perhaps a part
+                self.unwritten = self.unwritten[written or 0 :]
+        except OSError:
+            self.file.close()
+            raise
+
     def close(self) -> None:
-        """No more events."""
+        """Close the file."""
         self.file.close()
         if self.board is not None:
             self.board.close()
 
 
 def _done(entry: dict[str, Any]) -> int:
-    """How many steps are done after an event; that of a skipped step bears its number, from 0."""
-    return int(entry.get("step", 0)) + (entry.get("event") == "skipped")
+    """Return the steps done after an event; the event of a skipped step holds its number, from 0."""
+    step = entry.get("step", 0)
+    return (step if isinstance(step, int) else 0) + (entry.get("event") == "skipped")
 
 
 def _plain(value: Any) -> Any:
-    """The same, with null for what is no number, for which JSON has no word."""
+    """Replace NaN and Inf, which JSON cannot represent, by None."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -70,34 +97,42 @@ def _board(folder: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError(
+        raise UnavailableError(
             "tensorboard=true needs the package tensorboard: pip install 'pale-transformer[track]'"
         ) from None
-    # What a killed run wrote beyond its last checkpoint is hidden.
+    # Hide what a killed run wrote after its last checkpoint.
     return SummaryWriter(str(folder), purge_step=step + 1)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a log; a line cut short is passed over."""
+    """Return the events of a log; damaged or truncated lines are ignored."""
     if not path.is_file():
         return []
     entries = []
-    for line in path.read_text().splitlines():
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                entry = json.loads(line.decode())
+            except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
+                continue
+            if isinstance(entry, dict) and isinstance(entry.get("event"), str):
+                entries.append(entry)
     return entries
 
 
 class Display:
-    """Progress for people: live on a terminal."""
+    """Progress on the screen: live on a terminal.
+
+    Args:
+        title: title of the live display.
+        steps: length of the run.
+        start: step at which it starts.
+        quiet: print nothing.
+    """
 
     def __init__(self, title: str, steps: int, start: int, quiet: bool = False) -> None:
         self.title, self.steps, self.start, self.quiet = title, steps, start, quiet
-        self.console = Console(
-            width=None if sys.stdout.isatty() else 140, highlight=False, quiet=quiet
-        )
+        self.console = Console(width=None if sys.stdout.isatty() else 140, quiet=quiet)
         live = self.console.is_terminal and not quiet
         self.live = Live(console=self.console, refresh_per_second=4) if live else None
         self.values: dict[str, Any] = {}
@@ -120,12 +155,12 @@ class Display:
         if self.live:
             self.live.stop()
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self.console.print(Text(text))
+    def print(self, text: str, wrap: bool = True) -> None:
+        """Print a line above the live display; a command is not wrapped, so that it can be pasted."""
+        self.console.print(Text(escape_message(text)), soft_wrap=not wrap)
 
     def step(self, **values: Any) -> None:
-        """New figures of training."""
+        """Show the values of a step."""
         self.values |= values
         if math.isfinite(values["loss"]):
             self.losses.append(values["loss"])
@@ -134,21 +169,20 @@ class Display:
             self.live.update(self._panel())
         elif now - self.last_line >= PLAIN_SECONDS or values["step"] == self.steps:
             self.last_line = now
-            self.say(self._line())
+            self.print(self._line())
 
     def skipped(self, text: str) -> None:
-        """A step that was left out; the first few are told in full."""
+        """Count a skipped step; print the first few in full."""
         self.skips += 1
-        if self.skips <= SAID_SKIPS:
-            more = (
-                "; more of them are counted, log.jsonl has all" if self.skips == SAID_SKIPS else ""
-            )
-            self.say(f"skipped {text}{more}")
+        if self.skips <= PRINTED_SKIPS:
+            last = self.skips == PRINTED_SKIPS
+            more = "; further ones are counted, log.jsonl lists all" if last else ""
+            self.print(f"skipped {text}{more}")
 
     def evaluated(self, text: str) -> None:
-        """Figures of an evaluation."""
+        """Show the result of an evaluation."""
         self.values["evaluation"] = text
-        self.say(text)
+        self.print(text)
         if self.live:
             self.live.update(self._panel())
 
@@ -186,22 +220,37 @@ class Display:
             f"{v['memory_mb']:.0f} MB" if v.get("memory_mb") else "",
             f"{self.skips} skipped" if self.skips else "",
         )
-        lines: list[RenderableType] = [Text(self.title, style="bold"), table, figures]
+        title = Text(escape_line(self.title), style="bold")
+        lines: list[RenderableType] = [title, table, figures]
         lines.append(Text(sparkline(self.losses)))
         if "evaluation" in v:
-            lines.append(Text(v["evaluation"], style="green"))
+            lines.append(Text(escape_message(v["evaluation"]), style="green"))
         return Group(*lines)
 
 
-def sparkline(values: Any, width: int = 72) -> str:
-    """A curve in one line of text: means of `width` pieces, the greatest as a full block."""
+def sparkline(values: Iterable[float], width: int = 72) -> str:
+    """Return a curve as one line of text: means of `width` parts; the largest is a full block."""
     values = list(values)
     if not values:
         return ""
-    pieces = min(width, len(values))
-    edges = [round(i * len(values) / pieces) for i in range(pieces + 1)]
+    parts = min(width, len(values))
+    edges = [round(i * len(values) / parts) for i in range(parts + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]
     top = max(means)
     if not top > 0:
         return BARS[0] * len(means)
     return "".join(BARS[min(8, max(0, round(8 * mean / top)))] for mean in means)
+
+
+def next_steps(run: Path, task: Task, best: float) -> list[str]:
+    """Return the result of a finished run, and commands that use its best weights."""
+    weights = shlex.quote(str(run / "best.safetensors"))
+    example = task.val_name(0)
+    example = shlex.quote(example) if Path(example).is_file() else "IMAGE"
+    model = shlex.quote(str(run / "model.onnx"))
+    return [
+        f"best {task.headline.get(task.best, task.best)} {best:.4g} on the validation set; next:",
+        f"  pale predict {example} --weights {weights} -o {shlex.quote(str(run / 'predicted'))}",
+        f"  pale serve --weights {weights}",
+        f"  pale export {weights} -o {model}",
+    ]

@@ -1,51 +1,61 @@
-"""The loop. What a step does depends on the recipe, the weights before it and the step number alone.
+"""The training loop: load batches, make steps, log, evaluate, save, and react to signals and errors.
 
-Samples, augmentation, mixing and drop path are drawn from (seed, epoch, sample) and (seed, step) over the
-global batch. So a run goes on bit-equal from any checkpoint, and the number of processes changes float
-rounding alone.
+A run resumes from any checkpoint as if it had not stopped, and the number of processes changes only float rounding
+(see `step.py`). docs/training.md lists where results are bit-equal; `determinism.py` makes them so on a GPU.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
+from torch.utils.data import Dataset
 
-from .. import weights as weight_files
-from ..data.draws import number
-from ..data.labelled import Ahead, batches, make_loader
-from ..data.on_device import Planned
+from ..core.memory import exhausted_memory
+from ..core.numbers import format_number
+from ..data.gpu.decode import PlannedDataset
+from ..data.loader import Prefetcher, iterate_batches, make_loader
+from ..data.sources.identity import DataIdentity
 from ..data.stream import Stream, StreamSampler
-from ..recipes.schema import Recipe, text
+from ..errors import DataError, NonFiniteError, PaleError
+from ..recipes.files import recipe_to_yaml
+from ..recipes.schema import Recipe
+from ..tasks.base import Task
+from ..weights.write import save_weights
 from . import checkpoint, log, report, sharded
-from .distributed import AgreedError, World
-from .drop_path import DropPaths
+from .background import BackgroundWriter, copy_to_cpu
+from .determinism import deterministic, keep_random_state, without_cudnn_attention
+from .distributed import AllRanksError, World
 from .environment import environment, peak_memory_mb
-from .evaluate import Evaluation, autocast, to_device
-from .graphed import GraphedStep, record_part
-from .guard import LAG, Average, Guard, Seen, Statistics
-from .log import Display, Log
-from .optim import optimizer, schedule
-from .stop import Stopper
-from .sync_batch_norm import sync_batch_norms
+from .evaluate import Evaluation
+from .guard import LAG, StepRecord
+from .log import Display, Log, next_steps
+from .memory import training_shortage
+from .preflight import find_warnings, require_memory
+from .resuming import (
+    check_length,
+    check_progress_kept,
+    check_same_data,
+    check_same_order,
+    check_state,
+    job,
+)
+from .run_lock import run_lock
+from .state import TrainState, build_state
+from .step import MAX_CONSECUTIVE_SKIPS, StepResult, TrainStep, build_step
+from .step_clock import StepClock
+from .stop import StopSignals
 
-SKIPS_IN_A_ROW = 10
-NAMED_SAMPLES = 4  # of a batch, in the message about a loss that is no number
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient is no number; the message says where."""
+NAMED_SAMPLES = 4  # of a batch, in messages about NaN and Inf
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,9 @@ class Outcome:
 
     Attributes:
         step: steps done.
-        steps: steps to do.
-        figures: of the last evaluation.
-        signal: the signal that stopped it before the end, or None.
+        steps: length of the run in steps.
+        figures: results of the last evaluation.
+        signal: number of the signal that stopped the run, or None.
     """
 
     step: int
@@ -64,440 +74,466 @@ class Outcome:
     figures: dict[str, float]
     signal: int | None = None
 
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the process: 0, or 128 + the number of the signal, as shells have it."""
+        return 0 if self.signal is None else 128 + self.signal
+
 
 class Trainer:
-    """A run: everything that a checkpoint holds, and how to make a step.
+    """A run in a folder. `build_trainer` makes one from a recipe.
 
     Args:
-        recipe: what to do.
-        run: the run's folder.
+        recipe: settings of the run.
+        run: folder of the run.
         world: the processes.
-        delayed: whether a step is looked at one step later (`guard.py`); by default on CUDA, where looking at once
-            makes the CPU wait. fp16 and shards are always looked at at once.
+        task: data, loss and metric.
+        data: training samples.
+        state: models, optimizer and progress.
+        stepper: makes steps.
+        evaluation: evaluates on the validation set.
     """
 
     def __init__(
-        self, recipe: Recipe, run: Path, world: World, delayed: bool | None = None
+        self,
+        recipe: Recipe,
+        run: Path,
+        world: World,
+        task: Task,
+        data: Dataset[Any],
+        state: TrainState,
+        stepper: TrainStep,
+        evaluation: Evaluation,
     ) -> None:
-        cuda = world.device.type == "cuda"
-        self.recipe, self.run, self.world = recipe, run, world
-        self.task = recipe.task()
-        self.data = self.task.train_data(world.device)
-        samples = len(self.data)  # type: ignore[arg-type]
-        groups = getattr(self.task, "groups", None)
-        self.stream = Stream(
-            samples, recipe.batch, recipe.epochs, recipe.seed, recipe.steps, groups
-        )
-        self.sampler = StreamSampler(
-            self.stream, 0, world.rank, world.size, recipe.accumulate
-        )  # checks that the batch can be shared out
-        recipe.require_share(world.size)
-        self.dtype = _dtype(recipe.precision, world.device)
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype is torch.float16)
-        self.sharded = recipe.parallel == "fsdp" and world.size > 1
-        self.graphs = recipe.graphs(cuda, world.size)
-        torch.manual_seed(recipe.seed)
-        self.model = sync_batch_norms(self.task.model(), world).train()
-        if not self.sharded:  # else it may not fit
-            self.model.to(world.device)
-        self.ema = Average(self.model, recipe.ema) if recipe.ema else None
-        if self.sharded:
-            for name, model in self.models.items():
-                compiled = recipe.compile and name == "model"
-                sharded.shard(model, world, self.dtype, compiled)
-        piece = recipe.batch // (world.size * recipe.accumulate)
-        self.drop_paths = DropPaths(self.model, recipe.batch, piece, recipe.seed)
-        self.delayed = (cuda if delayed is None else delayed) and not (
-            self.scaler.is_enabled() or self.sharded
-        )
-        limit = SKIPS_IN_A_ROW if recipe.on_nonfinite == "skip" else 1
-        self.guard = Guard(world, limit) if self.delayed else None
-        self.statistics = Statistics(self.model)
-        self.optimizer = optimizer(self.model, recipe)
-        self.schedule = schedule(self.optimizer, recipe, self.stream.steps, self.stream.samples)
-        self.step, self.evaluated, self.best, self.skipped = 0, 0, -math.inf, 0
-        self.figures: dict[str, float] = {}
+        self.recipe, self.run, self.world, self.task, self.data = recipe, run, world, task, data
+        self.state, self.stepper, self.evaluation = state, stepper, evaluation
+        self.sampler = stepper.sampler
+        self.stream = stepper.sampler.stream
+        self.consecutive_skips = 0
+        self.notes: list[str] = []  # about settings, logged at the start
         self.events: Log | None = None
-        self.display: Display | None = None
-        self.evaluation = Evaluation(
-            self.task, world, max(piece, 1), recipe.workers, even=self.sharded
-        )
-        # What DDP hooks into a backward pass cannot be recorded: then gradients are averaged after it.
-        several = world.size > 1 and not self.sharded and recipe.cuda_graph is not True
-        self.ddp = DistributedDataParallel(self.model) if several else None
-        if cuda:
-            # With torch 2.11 a compiled model stayed at chance on cuDNN's attention.
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        self.network: Any = self.ddp or self.model
-        if recipe.compile and not self.sharded:
-            # Models whose shapes vary say what of them to compile.
-            parts = getattr(self.model, "compile_parts", None)
-            if parts is not None:
-                parts()
-            else:
-                self.network = torch.compile(self.network)
-        self.graphed: GraphedStep | None = None
-        self.recorded = False  # a part of the model
-
-    @property
-    def models(self) -> dict[str, nn.Module]:
-        """What checkpoints hold."""
-        return {"model": self.model} | ({"ema": self.ema.module} if self.ema else {})
+        self.writer = BackgroundWriter(60 * recipe.saving.patience_minutes)
+        self.display = Display(f"{recipe.name} in {run}", self.stream.steps, 0, quiet=True)
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.run / "checkpoints"
 
-    @property
-    def evaluated_model(self) -> nn.Module:
-        """The moving average where there is one."""
-        return self.ema.module if self.ema else self.model
+    @cached_property
+    def data_identity(self) -> DataIdentity:
+        """Digest of the training set."""
+        return self.task.data_identity()
 
-    def resume(self, warn: Any) -> None:
-        """Go back to the newest good checkpoint, or to the start where there is none."""
-        path = checkpoint.newest(self.checkpoints, warn)
-        path = self.world.share(path)
+    @cached_property
+    def phases(self) -> Sequence[int]:
+        """Steps at which the shapes of batches change, the first of them 0."""
+        return self.task.phases(self.stream.steps)
+
+    def resume(self, warn: Callable[[str], None], allow_changed_data: bool = False) -> None:
+        """Load the newest good checkpoint, or start at step 0 if none was written.
+
+        Args:
+            warn: called with each warning for the user.
+            allow_changed_data: accept other training samples than those of the checkpoint.
+        """
+        path = self.world.broadcast(checkpoint.newest(self.checkpoints, warn))
         if path is None:
+            self.world.on_main(lambda: check_progress_kept(self.run))
+            warn(f"{self.run} has no checkpoint yet; the run starts at step 0")
             return
-        state = sharded.restore(path, self.models, self.optimizer, self.world.device)
-        self.scaler.load_state_dict(state["scaler"])
-        self.step, self.evaluated = state["step"], state["evaluated"]
-        self.best, self.figures = state["best"], state["figures"]
-        for name, own in {"batch": self.recipe.batch, "seed": self.recipe.seed}.items():
-            if (saved := state.get(name, own)) != own:
-                raise ValueError(
-                    f"{name} says which samples a step sees and cannot change when a run goes on, got {own}, {path} "
-                    f"has {saved}; leave it, or begin a new run with the weights of this one: pale train --config "
-                    f"{self.run}/recipe.yaml --output DIR --model.weights {self.run} --model.new_head false "
-                    f"--{name} {own}"
-                )
-        if self.step > self.stream.steps:
-            raise ValueError(
-                f"{path} has done {self.step} steps, the recipe asks for {self.stream.steps}; "
-                "give more epochs"
-            )
 
-    def save(self) -> None:
-        """Write a checkpoint, on the main process, or in shards on all."""
+        def check(saved: dict[str, Any]) -> None:
+            check_state(path, saved)
+            check_same_order(path, saved, {"batch": self.recipe.batch, "seed": self.recipe.seed})
+            warning = check_same_data(
+                path, saved.get("data"), self.data_identity, allow_changed_data
+            )
+            if warning is not None:
+                warn(warning)
+            check_length(path, saved, self.stream.steps)
+
+        self.state.restore(path, self.world.device, check)
+
+    def save(self, wait: bool = True) -> None:
+        """Write a checkpoint and delete old ones.
+
+        Args:
+            wait: return when it is on disk; otherwise it is written while training continues, except in shards.
+        """
         self.settle()
-        state = {
-            "step": self.step,
+        identity = {
             "batch": self.recipe.batch,
             "seed": self.recipe.seed,
-            "evaluated": self.evaluated,
-            "best": self.best,
-            "figures": self.figures,
-            "scaler": self.scaler.state_dict(),
+            "data": self.data_identity.plain(),
         }
-        folder = self.checkpoints
-        if self.sharded:
-            sharded.save(folder, self.step, self.models, self.optimizer, state, self.world)
-        elif self.world.main:
-            models = {name: model.state_dict() for name, model in self.models.items()}
-            state["optimizer"] = self.optimizer.state_dict()
-            checkpoint.save(folder, self.step, models, state, self._about())
-        if self.world.main:
-            checkpoint.prune(folder, self.recipe.saving.keep, self.step)
+        folder, step, keep = self.checkpoints, self.state.step, self.recipe.saving.keep
+        wait = wait or not self.recipe.saving.background
+        if self.state.sharded:
+            self.state.save_shards(folder, self.world, identity)
+        if not self.world.main:
+            return
+        write = None
+        if not self.state.sharded:
+            write = self.state.checkpoint_writer(folder, identity, self._about(), copy=not wait)
+
+        def save_and_prune() -> None:
+            if write is not None:
+                write()
+            checkpoint.prune(folder, keep, step)
+
+        self._write("the checkpoint", save_and_prune, wait, lambda: self.log("saved", step=step))
+
+    def _write(
+        self, name: str, write: Callable[[], None], wait: bool, done: Callable[[], None]
+    ) -> None:
+        """Write files in the background; with `wait`, return when this and everything before it is on disk."""
+        self.writer.submit(name, write, done)
+        self._check_writes(wait)
+
+    def _check_writes(self, wait: bool = False) -> None:
+        """Report files that could not be written yet; raise if writing has failed for too long."""
+        try:
+            messages = self.writer.wait() if wait else self.writer.check()
+        except checkpoint.WriteError as error:
+            hint = f"free disk space and resume with: pale train --resume {self.run}"
+            if hint in str(error):
+                raise
+            raise checkpoint.WriteError(f"{error}; {hint}") from error
+        for message in messages:
+            self.log("write_failed", step=self.state.step, message=message)
+            self.display.print(message)
 
     def _about(self) -> dict[str, Any]:
+        """Return the header of the weights."""
         return {
             "recipe": self.recipe.plain(),
             "classes": list(self.task.classes),
-            "step": self.step,
-            "figures": self.figures,
+            **self.task.described(),
+            "step": self.state.step,
+            "figures": self.state.figures,
         }
 
-    def evaluate(self, display: Display) -> None:
-        """Evaluate, tell, and write the weights for use: the newest, and the best so far."""
+    def evaluate(self) -> None:
+        """Evaluate, log the result, and write the weights: the newest, and the best so far."""
         self.settle()
-        self.figures, metric = self.evaluation.run(self.evaluated_model, self.dtype)
-        self.evaluated = self.step
+        state = self.state
+        state.figures, metric = self.evaluation.run(state.evaluated_model, self.stepper.dtype)
+        state.evaluated = state.step
         names = ["weights.safetensors"]
-        if (score := self.figures[self.task.best]) > self.best:
-            self.best = score
+        if (score := state.figures[self.task.best]) > state.best:
+            state.best = score
             names.append("best.safetensors")
-        tensors = sharded.gathered(self.evaluated_model, self.world)
+        tensors = sharded.gather_state(state.evaluated_model, self.world)
         if self.world.main:
-            details = json.dumps(metric.details())
-            checkpoint.write_file(self.run / "evaluation.json", lambda path: _write(path, details))
-            about = self._about()
+            self._write_evaluation(tensors, names, json.dumps(metric.details()))
+        self.log("eval", step=state.step, epoch=self.stream.epoch(state.step), **state.figures)
+        epoch = state.step * self.recipe.batch / self.stream.samples
+        figures = ", ".join(f"{name} {format_number(v)}" for name, v in state.figures.items())
+        self.display.evaluated(f"after epoch {epoch:.2f}: {figures}")
+
+    def _write_evaluation(self, tensors: dict[str, Tensor], names: list[str], details: str) -> None:
+        """Write the evaluated weights under each name, and the details of the evaluation."""
+        about, background = self._about(), self.recipe.saving.background
+        copied = copy_to_cpu(tensors) if background else tensors
+
+        def write() -> None:
+            checkpoint.write_text(self.run / "evaluation.json", details)
             for name in names:
                 checkpoint.write_file(
-                    self.run / name, lambda path: weight_files.save(path, tensors, about)
+                    self.run / name, lambda path: save_weights(path, copied, about)
                 )
-        epoch = self.step * self.recipe.batch / self.stream.samples
-        self.log("eval", step=self.step, epoch=self.stream.epoch(self.step), **self.figures)
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
-        display.evaluated(f"after epoch {epoch:.2f}: {figures}")
 
-    def make_step(self, iterator: Iterator[Any]) -> dict[str, Any]:
-        """One step of the optimizer: gradients of all pieces, clipping, update, average."""
-        recipe, world = self.recipe, self.world
-        self.schedule.step_update(self.step)
-        self.statistics.keep()
-        losses, keys = [], []
-        for i, positions in enumerate(self.sampler.positions):
-            batch = next(iterator)
-            keys.append(batch["keys"])
-            torch.manual_seed(number(recipe.seed, self.step, world.rank * recipe.accumulate + i))
-            self.drop_paths.draw(self.step, positions)
-            batch = self.task.prepare(to_device(batch, world.device), self.step)
-            last = i == recipe.accumulate - 1
-            with nullcontext() if last or self.ddp is None else self.ddp.no_sync():
-                losses.append(self._compute(batch))
-        if self.ddp is None and not self.sharded:
-            world.average_([p.grad for p in self.model.parameters() if p.grad is not None])
-        self.scaler.unscale_(self.optimizer)
-        clip = recipe.optim.clip or math.inf
-        norm = sharded.whole(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
-        loss = torch.stack(losses).mean()
-        self._update(loss, norm, torch.cat(keys))
-        self._zero_grad()
-        self.step += 1
+        self._write(" and ".join(names), write, not background, lambda: None)
+
+    def make_step(self, iterator: Iterator[Any]) -> StepResult:
+        """Make a step and check the steps before it."""
+        if self.state.step in self.phases:
+            self.stepper.forget_shapes()
+        result = self.stepper.run(iterator)
         self.settle(LAG)
-        return {"loss": loss, "grad_norm": norm}
-
-    def _compute(self, batch: dict[str, Any]) -> Tensor:
-        """The loss of a prepared batch, with its gradients added."""
-        if not self.graphs:
-            return self._forward_backward(batch)
-        if (part := getattr(self.model, "recordable", None)) is not None:
-            if not self.recorded:
-                record_part(part, batch["images"], self.dtype)
-                self.recorded = True
-            return self._forward_backward(batch)
-        if self.graphed is None:
-            self.graphed = GraphedStep(self._forward_backward, self.model, batch)
-        return self.graphed(batch)
-
-    def _forward_backward(self, batch: dict[str, Any]) -> Tensor:
-        with autocast(self.world.device, self.dtype):
-            loss = self.task.loss(self.network, batch)
-        self.scaler.scale(loss / self.recipe.accumulate).backward()
-        return loss.detach()
-
-    def _zero_grad(self) -> None:
-        if self.graphed:
-            self.graphed.zero_grad()
-        else:
-            self.optimizer.zero_grad()
-
-    def _update(self, loss: Tensor, norm: Tensor, keys: Tensor) -> None:
-        """Let the optimizer and the average go a step, but not with what is no number."""
-        lr = max(group["lr"] for group in self.optimizer.param_groups)
-        if self.guard:
-            skip = self.guard.look(self.step, lr, keys, loss, norm)
-            self.optimizer.found_inf = skip  # type: ignore[union-attr]
-            self.optimizer.step()
-            self.statistics.put_back(skip)
-            if self.ema:
-                self.ema.update_unless(skip, self.model)
-            return
-        mean, length = loss.item(), norm.item()
-        # With fp16 an infinite gradient is ordinary: the scaler skips the step and tries a smaller scale.
-        bad = not math.isfinite(mean) or not (self.scaler.is_enabled() or math.isfinite(length))
-        if self.world.any(bad)[0]:
-            self.statistics.put_back(torch.ones_like(loss))
-            self._nonfinite(Seen(self.step, lr, keys, mean, length, True), bad)
-        else:
-            self.scaler.step(self.optimizer)
-            if self.ema:
-                self.ema.update(self.model)
-            self.skipped = 0
-        self.scaler.update()
+        return result
 
     def settle(self, lag: int = 0) -> None:
-        """Look at the steps that were made, but for the last `lag`."""
-        for seen in self.guard.seen(lag) if self.guard else ():
-            if seen.bad:
-                self._nonfinite(seen, seen.own)
+        """Check the steps made so far, except the last `lag` of those that the device checks."""
+        for record in self.stepper.completed(lag):
+            if record.bad:
+                self._handle_bad_step(record)
             else:
-                self.skipped = 0
+                self.consecutive_skips = 0
 
-    def _nonfinite(self, seen: Seen, own: bool) -> None:
-        names = [self.task.sample_name(int(index)) for _, index in seen.keys[:NAMED_SAMPLES]]
-        told = self.world.gather((seen.loss, seen.norm, names) if own else None)
-        loss, norm, names = next(entry for entry in told if entry is not None)
+    def _handle_bad_step(self, record: StepRecord) -> None:
+        """Log a step that was left out for NaN or Inf, or stop."""
+        names = [self.task.sample_name(int(index)) for _, index in record.keys[:NAMED_SAMPLES]]
+        own = (record.loss, record.norm, names) if record.bad_here else None
+        loss, norm, names = next(entry for entry in self.world.gather(own) if entry is not None)
         message = (
-            f"step {seen.step}: loss {loss:g}, gradient norm {norm:g} at learning rate {seen.lr:.3g}, "
+            f"step {record.step}: loss {loss:g}, gradient norm {norm:g} at learning rate {record.lr:.3g}, "
             f"on a batch of {', '.join(names)} and others"
         )
-        self.skipped += 1
-        if self.recipe.on_nonfinite == "skip" and self.skipped < SKIPS_IN_A_ROW:
-            self.log("skipped", step=seen.step, message=message)
-            if self.display:
-                self.display.skipped(message)
+        self.consecutive_skips += 1
+        if self.recipe.on_nonfinite == "skip" and self.consecutive_skips < MAX_CONSECUTIVE_SKIPS:
+            self.state.scaler.update()
+            self.log("skipped", step=record.step, message=message)
+            self.display.skipped(message)
             return
-        self._zero_grad()
-        self.step = seen.step  # where the weights still are
-        if self.guard:
-            self.guard.pending.clear()
+        self.stepper.rewind(record.step)
         self.save()
         raise NonFiniteError(
-            f"{message}; the weights before this step are saved. Lower optim.lr, set "
-            "--precision bf16 or fp32, or pass over such steps: "
-            f"pale train --resume {self.run} --on_nonfinite skip"
+            f"{message}; the weights before this step are saved. Lower optim.lr, set --precision bf16 or fp32, or "
+            f"skip such steps: pale train --resume {self.run} --on_nonfinite skip"
         )
 
-    def _require_sound(self, began: int) -> None:
-        """What ends in a row of skipped steps, or all of whose steps were skipped, or without numbers, is no result."""
+    def _check_result(self, first: int) -> None:
+        """Raise if the run since step `first` ends with skipped steps or has weights that are NaN or Inf."""
         self.settle()
         way_out = f"lower optim.lr or set --precision bf16 or fp32: pale train --resume {self.run} --optim.lr VALUE"
-        row = self.skipped
-        if row and (row > 1 or row == self.step - began):
-            self.step -= row  # where the weights still are
+        count = self.consecutive_skips
+        if count and (count > 1 or count == self.state.step - first):
+            last = self.state.step - 1
+            self.stepper.rewind(self.state.step - count)
             self.save()
             raise NonFiniteError(
-                f"the run ends with skipped steps, {self.step} to {self.step + row - 1}, whose loss or gradient is no "
-                f"number; the weights before them are saved, log.jsonl names samples; {way_out}"
+                f"the run ends with skipped steps, {self.state.step} to {last}, whose loss or gradient is NaN or Inf; "
+                f"the weights before them are saved, log.jsonl lists their samples; {way_out}"
             )
-        if self.world.any(not all(sharded.is_finite(model) for model in self.models.values()))[0]:
-            raise NonFiniteError(f"the last step made weights that are no numbers; {way_out}")
+        if self.world.any(not self.state.is_finite())[0]:
+            raise NonFiniteError(f"the last step made weights that are NaN or Inf; {way_out}")
 
     def log(self, event: str, **values: Any) -> None:
-        """Write an event to the run's log, on the main process."""
+        """Write an event to the log of the run, on the main process."""
         if self.events:
             self.events.write(event, **values)
 
     def fit(self, quiet: bool = False) -> Outcome:
-        """Train to the end, or until a signal."""
-        recipe, world, steps = self.recipe, self.world, self.stream.steps
-        self.sampler.start = self.step
-        pin = world.device.type == "cuda"
-        loader = make_loader(self.data, self.sampler, self.task.collate, recipe.workers, pin)
-        title = f"{recipe.name} in {self.run}"
-        self.display = display = Display(title, steps, self.step, quiet or not world.main)
-        path = self.run / "log.jsonl"
+        """Train until the end or a signal."""
+        recipe, world, state = self.recipe, self.world, self.state
+        fetched = partial(self.task.fetched, device=world.device)
+        self.display = Display(
+            f"{recipe.name} in {self.run}",
+            self.stream.steps,
+            state.step,
+            quiet or not world.main,
+        )
         if world.main:
-            self.events = Log(path, self.step, recipe.tensorboard)
+            self.events = Log(self.run / "log.jsonl", state.step, recipe.tensorboard)
         try:
-            with Stopper() as stopper, display:
-                self.log("start", step=self.step, steps=steps, **environment(world))
-                display.say(self._opening())
-                if recipe.cuda_graph is True and not self.graphs:
-                    display.say("cuda_graph=true changes nothing here: there is no CUDA device")
-                for note in getattr(self.task, "notes", ()):
-                    self.log("note", step=self.step, text=note)
-                    display.say(note)
-                made = partial(self.task.fetched, device=world.device)
-                stopped = self._loop(Ahead(batches(loader), made), stopper, display)
-                if stopped:
-                    self.save()
-                    self.log("stop", step=self.step, signal=stopped)
-                    display.say(
-                        f"stopped by {signal.Signals(stopped).name} after step {self.step} of {steps}, "
-                        f"all is saved; go on with: pale train --resume {self.run}"
-                    )
-                    return Outcome(self.step, steps, self.figures, stopped)
-                self.log("end", step=self.step, **self.figures)
-                display.say(f"done: {self.run / 'weights.safetensors'}")
-                if world.main:
-                    if skipped := [e for e in log.read(path) if e["event"] == "skipped"]:
-                        display.say(
-                            f"{len(skipped)} steps were skipped, as loss or gradient was no number: {path} names them"
-                        )
-                    display.say(f"report: {report.write(self.run)}")
-                return Outcome(self.step, steps, self.figures)
+            with StopSignals() as signals, self.display:
+                self._log_start()
+                stopped = self._run_steps(Prefetcher(self._batches(), fetched), signals)
+                self._finish(stopped)
+                return Outcome(state.step, self.stream.steps, state.figures, stopped)
         except ValueError as error:  # of the data, so between two steps
-            there = checkpoint.newest(self.checkpoints) is not None
-            saved = "from the last checkpoint" if there else "there is no checkpoint yet"
-            # The others may be inside a step, and then cannot join in writing shards.
-            if isinstance(error, AgreedError) or (world.main and not self.sharded):
-                self.save()
-                saved = f"step {self.step} is saved"
-            raise ValueError(
-                f"{error}; {saved}, go on with: pale train --resume {self.run}"
-            ) from None
+            saved = self._save_after(error)
+            hint = f"{saved}; resume with: pale train --resume {self.run}"
+            if not isinstance(error, PaleError):
+                error.add_note(hint)
+                raise
+            raise DataError(f"{error}; {hint}") from error
+        except Exception:
+            self.writer.drain()
+            raise
         finally:
             if self.events:
                 self.events.close()
 
-    def _opening(self) -> str:
-        recipe, lr = self.recipe, self.recipe.peak_lr
-        scaled = f" = {recipe.optim.lr:g} x {recipe.batch} / {recipe.optim.lr_batch}"
-        how = (
-            ", the model in shards" if self.sharded else ", as a CUDA graph" if self.graphs else ""
-        )
-        if isinstance(self.data, Planned):
-            how += f"; pictures are {'decoded' if self.data.sizes is None else 'kept'} there"
-        parts = f"{self.world.size} x {recipe.accumulate} x {recipe.batch // self.world.size // recipe.accumulate}"
+    def _batches(self) -> Iterator[Any]:
+        """Yield the batches from the current step on, with a new loader for each phase of the training data."""
+        begin, steps = self.state.step, self.stream.steps
+        pin = self.world.device.type == "cuda"
+        for first, last in pairwise([*self.phases, steps]):
+            if last > begin:
+                self.sampler.start, self.sampler.stop = max(first, begin), last
+                data = self.task.phase_data(self.data, first, steps)
+                workers = self.recipe.workers
+                loader = make_loader(data, self.sampler, self.task.collate, workers, pin)
+                yield from iterate_batches(loader)
+
+    def _log_start(self) -> None:
+        step = self.state.step
+        facts = environment(self.world) | {"data_sha256": self.data_identity.digest}
+        if (name := job()) is not None:
+            facts["job"] = name
+        self.log("start", step=step, steps=self.stream.steps, **facts)
+        self.display.print(self._summary())
+        if self.recipe.cuda_graph is True and not self.stepper.uses_cuda_graph:
+            self.display.print("cuda_graph=true has no effect: there is no CUDA device")
+        for note in [*self.notes, *self.task.notes]:
+            self.log("note", step=step, text=note)
+            self.display.print(note)
+
+    def _finish(self, stopped: int | None) -> None:
+        """Save after a signal; write the report."""
+        state, path = self.state, self.run / "log.jsonl"
+        if stopped:
+            self.save()
+            self.log("stop", step=state.step, signal=stopped)
+            self.display.print(
+                f"stopped by {signal.Signals(stopped).name} after step {state.step} of {self.stream.steps}, the state "
+                f"is saved; resume with: pale train --resume {self.run}"
+            )
+            self._write_report()
+            return
+        self._check_writes(wait=True)
+        self.log("end", step=state.step, **state.figures)
+        self.display.print(f"done: {self.run / 'weights.safetensors'}")
+        if self.events:
+            self.events.flush()
+            if skipped := [e for e in log.read(path) if e["event"] == "skipped"]:
+                self.display.print(
+                    f"{len(skipped)} steps were skipped because loss or gradient was NaN or Inf; {path} lists them"
+                )
+        self._write_report()
+        if self.world.main:
+            for line in next_steps(self.run, self.task, state.best):
+                self.display.print(line, wrap=False)
+
+    def _write_report(self) -> None:
+        """Write report.html, or print why it cannot be written: the run itself is complete."""
+        if not self.world.main:
+            return
+        try:
+            self.display.print(f"report: {report.write(self.run, self.task)}")
+        except (PaleError, OSError) as error:
+            self.display.print(f"no report: {error}; write it later with: pale report {self.run}")
+
+    def _save_after(self, error: ValueError) -> str:
+        """Save after an error of the data if all processes can; return what was saved."""
+        # If the error is not on all ranks, the others may be inside a step and cannot write their shards.
+        if isinstance(error, AllRanksError) or (self.world.main and not self.state.sharded):
+            self.save()
+            return f"step {self.state.step} is saved"
+        if checkpoint.newest(self.checkpoints) is not None:
+            return "the last checkpoint is kept"
+        return "there is no checkpoint yet"
+
+    def _summary(self) -> str:
+        """Return a line about the run."""
+        recipe, world, state = self.recipe, self.world, self.state
+        if recipe.optim.scale_lr:
+            scaled = f" = {recipe.optim.lr:g} x {recipe.batch} / {recipe.optim.lr_batch}"
+        else:
+            scaled = " (not scaled)"
+        dtype = str(self.stepper.dtype or torch.float32).removeprefix("torch.")
+        how = ", model in shards" if state.sharded else ""
+        how += ", as a CUDA graph" if self.stepper.uses_cuda_graph and not state.sharded else ""
+        if isinstance(self.data, PlannedDataset):
+            work = "decoded and augmented" if self.data.sizes is None else "kept and augmented"
+            how += f"; images are {work} there"
+        images = recipe.batch // world.size // recipe.accumulate
         return (
-            f"{recipe.name}: {self.stream.samples} images, {len(self.task.classes)} classes, "
-            f"steps {self.step} to {self.stream.steps}, batch {recipe.batch} = {parts} "
-            f"(processes x accumulate x images), learning rate {lr:.3g}"
-            f"{scaled if recipe.optim.scale_lr else ' (not scaled)'}, "
-            f"{self.dtype or torch.float32} on {self.world.device.type}{how}".replace("torch.", "")
+            f"{recipe.name}: {self.stream.samples} images, {len(self.task.classes)} classes, steps {state.step} to "
+            f"{self.stream.steps}, batch {recipe.batch} = {world.size} x {recipe.accumulate} x {images} (processes x "
+            f"accumulate x images), learning rate {recipe.peak_lr:.3g}{scaled}, {dtype} on {world.device.type}{how}"
         )
 
-    def _agree(self, iterator: Ahead, *flags: bool) -> list[bool]:
-        """For each flag, whether it is set on any process, in the one exchange of a step.
+    def _agree(self, iterator: Prefetcher, *flags: bool) -> list[bool]:
+        """Return for each flag whether it is set on any process, in the one exchange of a step.
 
-        Several processes, or pieces of a batch, have the next step's by then: where one cannot be read, all stop here.
+        Several processes, or parts of a batch, fetch the data of the next step first: if one cannot be read, all
+        processes stop here, between two steps.
         """
-        several = self.world.size * self.recipe.accumulate > 1 and self.step < self.stream.steps
+        several = self.world.size * self.recipe.accumulate > 1
+        several &= self.state.step < self.stream.steps
         error = iterator.fetch(self.recipe.accumulate) if several else None
-        failed, *any_ = self.world.any(error is not None, *flags)
+        failed, *set_anywhere = self.world.any(error is not None, *flags)
         if failed:
-            self.world.agree(error)
-        return any_
+            self.world.raise_on_all(error)
+        return set_anywhere
 
-    def _loop(self, iterator: Ahead, stopper: Stopper, display: Display) -> int | None:
-        """Steps until the end (None) or a signal (its number)."""
-        recipe, steps, first = self.recipe, self.stream.steps, self.step
-        saved = logged = time.monotonic()
-        logged_step = self.step
-        if self.step == steps and self.evaluated < steps:  # stopped between the two
-            self.evaluate(display)
+    def _run_steps(self, iterator: Prefetcher, signals: StopSignals) -> int | None:
+        """Make steps until the end (return None) or a signal (return its number)."""
+        state, steps, first = self.state, self.stream.steps, self.state.step
+        saved, clock = time.monotonic(), StepClock(state.step)
+        if state.step == steps and state.evaluated < steps:  # stopped between the two
+            self.evaluate()
             self.save()
         self._agree(iterator)
-        while self.step < steps:
-            done = self.make_step(iterator)
-            if self.step % recipe.log_every == 0 or self.step in (1, steps):
+        while state.step < steps:
+            result = self.make_step(iterator)
+            if self._logging_due():
+                self._log_step(result, clock, iterator)
+            if state.step == steps:
+                self._check_result(first)
+            if self._evaluation_due():
+                self.settle()  # waits for the device: the time of its steps counts
+                with clock.paused():
+                    self.evaluate()
+            late = time.monotonic() - saved >= 60 * self.recipe.saving.every_minutes
+            # Clocks differ, and all processes must write their shards at the same step.
+            stop, late = self._agree(iterator, signals.received is not None, late)
+            self._check_writes()
+            if state.step == steps or (not stop and (late or self._saving_due())):
                 self.settle()
-                now = time.monotonic()
-                values = self._figures(done, self.step - logged_step, now - logged, iterator.waited)
-                logged, logged_step, iterator.waited = now, self.step, 0.0
-                self.log("step", **values)
-                display.step(**values)
-            epoch = self.stream.epoch(self.step)
-            if self.step == steps:
-                self._require_sound(first)
-            if self.step == steps or (
-                self.stream.ends_epoch(self.step) and epoch % recipe.eval_every == 0
-            ):
-                self.evaluate(display)
-                logged = time.monotonic()
-            due = recipe.saving.every_steps and self.step % recipe.saving.every_steps == 0
-            late = time.monotonic() - saved >= 60 * recipe.saving.every_minutes
-            # Clocks differ, and all must write their shards at the same step.
-            asked, late = self._agree(iterator, stopper.asked is not None, late)
-            if self.step == steps or (not asked and (due or late)):
-                self.save()
+                with clock.paused():
+                    self.save(wait=state.step == steps)
                 saved = time.monotonic()
-            if asked and self.step < steps:
-                return stopper.asked or signal.SIGTERM
+            if stop and state.step < steps:
+                return signals.received or signal.SIGTERM
         return None
 
-    def _figures(
-        self, done: dict[str, Any], steps: int, seconds: float, waited: float
-    ) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "epoch": self.step * self.recipe.batch / self.stream.samples,
-            "loss": self.world.mean(float(done["loss"])),
-            "lr": max(group["lr"] for group in self.optimizer.param_groups),
-            "grad_norm": float(done["grad_norm"]),
-            "images_per_s": steps * self.recipe.batch / max(seconds, 1e-9),
-            "data_wait": min(1.0, waited / max(seconds, 1e-9)),
+    def _logging_due(self) -> bool:
+        step = self.state.step
+        return step % self.recipe.log_every == 0 or step in (1, self.stream.steps)
+
+    def _saving_due(self) -> bool:
+        """Return whether the recipe saves after this step, apart from the time limit."""
+        steps = self.recipe.saving.every_steps
+        return steps is not None and self.state.step % steps == 0
+
+    def _evaluation_due(self) -> bool:
+        step = self.state.step
+        ends_epoch = self.stream.ends_epoch(step)
+        return step == self.stream.steps or (
+            ends_epoch and self.stream.epoch(step) % self.recipe.eval_every == 0
+        )
+
+    def _log_step(self, result: StepResult, clock: StepClock, iterator: Prefetcher) -> None:
+        """Log loss, learning rate and throughput since the last log entry."""
+        self.settle()
+        step = self.state.step
+        steps, seconds = clock.lap(step)
+        values = {
+            "step": step,
+            "epoch": step * self.recipe.batch / self.stream.samples,
+            "loss": self.world.mean(float(result.loss)),
+            "lr": self.state.lr,
+            "grad_norm": float(result.grad_norm),
+            "images_per_s": steps * self.recipe.batch / seconds,
+            "data_wait": min(1.0, iterator.waited / seconds),
             "memory_mb": peak_memory_mb(self.world.device),
         }
+        iterator.waited = 0.0
+        self.log("step", **values)
+        self.display.step(**values)
 
 
-def _dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    if precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else None
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[precision]
+def build_trainer(recipe: Recipe, run: Path, world: World, delayed: bool | None = None) -> Trainer:
+    """Build a run from a recipe.
+
+    Args:
+        recipe: settings of the run.
+        run: folder of the run.
+        world: the processes.
+        delayed: see `build_step`.
+    """
+    task = recipe.task()
+    data = task.train_data(world.device)
+    groups, parts = task.groups, task.parts
+    samples = sum(p.quota for p in parts) if parts else len(data)  # type: ignore[arg-type]
+    recipe, fitting = recipe.fitted(samples, world.size * recipe.accumulate)
+    stream = Stream(samples, recipe.batch, recipe.epochs, recipe.seed, recipe.steps, groups, parts)
+    # Also checks that the batch can be split.
+    sampler = StreamSampler(stream, 0, world.rank, world.size, recipe.accumulate)
+    recipe.check_batch_split(world.size)
+    state = build_state(recipe, task, world)
+    require_memory(recipe, world, task, data, stream, state)
+    stepper = build_step(recipe, world, task, state, sampler, delayed)
+    part = max(recipe.batch // (world.size * recipe.accumulate), 1)
+    evaluation = Evaluation(task, world, part, recipe.workers, even=state.sharded)
+    trainer = Trainer(recipe, run, world, task, data, state, stepper, evaluation)
+    trainer.notes = fitting + find_warnings(recipe, stream, task)
+    return trainer
 
 
 def train(
@@ -507,28 +543,46 @@ def train(
     resume: bool = False,
     quiet: bool = False,
     delayed: bool | None = None,
+    allow_changed_data: bool = False,
+    notes: Sequence[str] = (),
 ) -> Outcome:
-    """Train by a recipe in the folder `run`.
+    """Train a recipe in the folder `run`; flags and random generators of PyTorch are restored at the end.
 
     Args:
-        recipe: what to do.
-        run: where everything is written.
+        recipe: settings of the run.
+        run: folder for everything that is written.
         world: the processes, from `distributed.join`.
-        resume: go on from the newest good checkpoint in `run`.
-        quiet: show nothing.
-        delayed: as for `Trainer`.
+        resume: continue from the newest good checkpoint in `run`.
+        quiet: print nothing.
+        delayed: see `build_step`.
+        allow_changed_data: see `Trainer.resume`.
+        notes: lines to log at the start, about settings that were chosen for the user.
     """
-    trainer = Trainer(recipe, run, world, delayed)
+    with (
+        run_lock(run, world),
+        without_cudnn_attention(world.device),
+        deterministic(recipe.deterministic, world.device),
+        keep_random_state(world.device),
+    ):
+        trainer = None
+        try:
+            trainer = build_trainer(recipe, run, world, delayed)
+            trainer.notes = [*notes, *trainer.notes]
+            _start(trainer, resume, quiet, allow_changed_data)
+            return trainer.fit(quiet)
+        except (RuntimeError, MemoryError) as error:
+            if (memory := exhausted_memory(error)) is None:
+                raise
+            step = None if trainer is None else trainer.state.step
+            raise training_shortage(memory, error, recipe, world, run, step) from error
+
+
+def _start(trainer: Trainer, resume: bool, quiet: bool, allow_changed_data: bool) -> None:
+    """Resume if requested, and write the recipe."""
     warnings: list[str] = []
     if resume:
-        trainer.resume(warnings.append)
-    if world.main:
-        run.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_file(run / "recipe.yaml", lambda path: _write(path, text(recipe)))
+        trainer.resume(warnings.append, allow_changed_data)
+    if trainer.world.main:
+        checkpoint.write_text(trainer.run / "recipe.yaml", recipe_to_yaml(trainer.recipe))
         for warning in warnings:
-            Display("", 1, 0, quiet).say(warning)
-    return trainer.fit(quiet)
-
-
-def _write(path: Path, content: str) -> None:
-    path.write_text(content)
+            Display("", 1, 0, quiet).print(warning)

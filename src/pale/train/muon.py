@@ -1,7 +1,7 @@
-"""Muon: the step of a matrix is its momentum, made orthogonal; everything else goes as AdamW says.
+"""Muon: matrices are updated by their orthogonalised momentum, all other parameters by AdamW.
 
-The Newton-Schulz iteration is timm's. timm's optimizer, and PyTorch's, go through the matrices one by one; here all
-matrices of a shape go together, in a few kernels.
+The Newton-Schulz iteration is timm's. The optimizers of timm and PyTorch process one matrix at a time; this one
+processes all matrices of a shape together, in a few kernels.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from ..compat import foreach_add_, foreach_copy_
+
 ROUNDS = 5
-COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]  # of Keller Jordan's Muon, in every round
-TINY = 1e-7  # a momentum of this norm is left as small as it is
+COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]  # of Keller Jordan's Muon, in every iteration
+TINY = 1e-7  # added to the norm: a momentum below it stays small
 
 
 class Muon(Optimizer):
-    """Muon for matrices and dense kernels, the fused AdamW for the rest, at one learning rate.
+    """Muon for matrices and dense kernels, fused AdamW for the rest, with one learning rate.
 
-    Steps of matrices are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982), so that AdamW's rates hold.
-    Like the fused AdamW it leaves out a step where its attribute `found_inf` is a tensor of 1.
+    Updates of matrices are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982), so that AdamW's learning rates
+    can be used. As in fused AdamW, a step is left out if the attribute `found_inf` is a tensor of 1.
 
     Args:
-        groups: of parameters, with their `weight_decay`.
-        lr: the learning rate.
-        betas, eps: AdamW's.
-        tables: parameters that are no matrices whatever their shape, such as a table of positions.
-        momentum: of the matrices, Nesterov's.
+        groups: parameter groups with their `weight_decay`.
+        lr: learning rate.
+        betas: betas of AdamW.
+        eps: epsilon of AdamW.
+        tables: parameters that are not matrices despite their shape, such as position embeddings.
+        momentum: Nesterov momentum of the matrices.
     """
 
     found_inf: Tensor | None = None
@@ -54,26 +57,26 @@ class Muon(Optimizer):
                 ]
                 if mine:
                     split.append(group | {"params": mine, "muon": matrices})
-        # `fused` tells PyTorch where the number of steps is kept.
+        # With `fused`, PyTorch keeps the step count on the device.
         defaults = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "fused": True}
         super().__init__(split, defaults | {"weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step with the gradients that are there."""
+        """Update the parameters that have a gradient."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if group["muon"]:
-                self._turn(parameters, group)
+                self._update_matrices(parameters, group)
             elif parameters:
-                self._adamw(parameters, group)
+                self._update_others(parameters, group)
 
-    def _turn(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        alike = defaultdict(list)
+    def _update_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        by_shape = defaultdict(list)
         for parameter in parameters:
-            alike[parameter.shape].append(parameter)
+            by_shape[parameter.shape].append(parameter)
         lr, decay = group["lr"], group["weight_decay"]
-        for shape, mine in alike.items():
+        for shape, mine in by_shape.items():
             for parameter in mine:
                 if not self.state[parameter]:
                     self.state[parameter]["momentum"] = torch.zeros_like(parameter)
@@ -81,16 +84,18 @@ class Muon(Optimizer):
             before = torch.stack(kept)
             gradient = torch.stack([p.grad for p in mine if p.grad is not None])
             momentum = before.lerp(gradient, 1 - group["momentum"])
-            turned = orthogonal(gradient.lerp(momentum, group["momentum"]).flatten(2))
-            step = turned.view(len(mine), *shape) * (-lr * get_lr_scale(turned.shape))
+            orthogonalised = orthogonalise(gradient.lerp(momentum, group["momentum"]).flatten(2))
+            step = orthogonalised.view(len(mine), *shape) * (
+                -lr * get_lr_scale(orthogonalised.shape)
+            )
             step = step.to(before.dtype).add_(torch.stack(mine), alpha=-lr * decay)
             if self.found_inf is not None:
                 skip = self.found_inf.bool()
                 momentum, step = torch.where(skip, before, momentum), step.masked_fill_(skip, 0)
-            torch._foreach_copy_(kept, list(momentum.unbind()))
-            torch._foreach_add_(mine, list(step.unbind()))
+            foreach_copy_(kept, list(momentum.unbind()))
+            foreach_add_(mine, list(step.unbind()))
 
-    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _update_others(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter] |= {
@@ -119,11 +124,11 @@ class Muon(Optimizer):
 
 
 def is_matrix(parameter: Tensor) -> bool:
-    """Whether a parameter mixes channels: a linear layer or a dense convolution, not a depthwise one or a map."""
+    """Return whether a parameter mixes channels: of a linear layer or a dense (not depthwise) convolution."""
     return parameter.ndim >= 2 and min(parameter.shape[:2]) > 1
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    """Matrices (n, a, b) with all singular values near 1; in bf16 where that is fast."""
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Return matrices (n, a, b) with all singular values near 1; computed in bf16 on a GPU."""
     dtype = torch.bfloat16 if matrices.is_cuda else torch.float32
     return zeropower_via_newtonschulz(matrices, ROUNDS, COEFFICIENTS, TINY, dtype=dtype)

@@ -1,6 +1,8 @@
-"""AdamW or Muon with timm's parameter groups, and timm's schedules as functions of the step."""
+"""Optimizer (AdamW or Muon) with timm's parameter groups, and learning rate schedule as a function of the step."""
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler
@@ -10,40 +12,47 @@ from torch.optim import AdamW
 from ..recipes.schema import Recipe
 from .muon import Muon
 
+Schedule: TypeAlias = CosineLRScheduler | PolyLRScheduler | MultiStepLRScheduler
 
-def optimizer(model: nn.Module, recipe: Recipe) -> AdamW | Muon:
-    """The recipe's: no decay on norms, biases and what the model names; learning rates by layer where asked for.
 
-    AdamW is PyTorch's fused kernel: on a CPU, too, several times as fast as a loop over small parameters.
+def make_optimizer(model: nn.Module, recipe: Recipe) -> AdamW | Muon:
+    """Build the optimizer: no weight decay on norms, biases and the parameters that the model names.
+
+    AdamW uses PyTorch's fused kernel, which is several times as fast as a loop over small parameters, also on a CPU.
     """
     optim = recipe.optim
     named = getattr(model, "no_weight_decay", None)
-    spared = named() if callable(named) else set()
+    no_decay = named() if callable(named) else set()
     if optim.layer_decay is not None:
         groups = param_groups_layer_decay(
-            model, optim.weight_decay, spared, layer_decay=optim.layer_decay
+            model, optim.weight_decay, no_decay, layer_decay=optim.layer_decay
         )
     else:
-        groups = param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=spared)
+        groups = param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=no_decay)
     if optim.name == "muon":
-        tables = [p for name, p in model.named_parameters() if name in spared]
+        tables = [p for name, p in model.named_parameters() if name in no_decay]
         return Muon(groups, recipe.peak_lr, optim.betas, optim.eps, tables)
     return AdamW(groups, recipe.peak_lr, optim.betas, optim.eps, fused=True)
 
 
-def schedule(
-    optimizer: AdamW | Muon, recipe: Recipe, steps: int, samples: int
-) -> CosineLRScheduler | PolyLRScheduler | MultiStepLRScheduler:
-    """Linear warm-up, then cosine, a straight line or steps to the last step; `step_update(step)` sets the rates."""
+def make_schedule(optimizer: AdamW | Muon, recipe: Recipe, steps: int, samples: int) -> Schedule:
+    """Build the schedule: linear warm-up, then cosine, linear or step decay; `step_update(step)` sets the rates.
+
+    Args:
+        optimizer: its learning rates are set.
+        recipe: settings of the run.
+        steps: length of the run.
+        samples: size of the training set.
+    """
     warmup = recipe.warmup_steps
     if warmup is None:
         warmup = round(recipe.warmup_epochs * samples / recipe.batch)
     if recipe.optim.schedule == "steps":
-        each = samples / recipe.batch
+        steps_per_epoch = samples / recipe.batch
         return MultiStepLRScheduler(
             optimizer,
-            # timm steps down one update early.
-            decay_t=[round(epoch * each) + 1 for epoch in sorted(recipe.optim.steps_at)],
+            # timm changes the rate one step early.
+            decay_t=[round(epoch * steps_per_epoch) + 1 for epoch in sorted(recipe.optim.steps_at)],
             decay_rate=recipe.optim.step_factor,
             warmup_t=min(warmup, steps - 1),
             warmup_lr_init=recipe.optim.warmup_lr * recipe.lr_factor,

@@ -1,15 +1,15 @@
-"""A model in shards, where it does not fit whole: PyTorch's `fully_shard` (FSDP2), and checkpoints of its state.
+"""Models in shards (PyTorch's `fully_shard`, FSDP2), for models that do not fit, and their checkpoints.
 
-Every process holds its piece of each parameter, of its moving average and of the optimizer's moments. Blocks are
-gathered one at a time for the forward and the backward pass. Checkpoints are written by torch.distributed.checkpoint
-as safetensors, one file for each process (its usual format keeps an index as a pickle, which is code to whoever
-loads it), so that any number of processes can read them again.
+Every process holds a shard of each parameter, of its moving average and of the optimizer's moments. Blocks are
+gathered one at a time for the forward and the backward pass. torch.distributed.checkpoint writes the checkpoints as
+safetensors, one file per process (its default format has a pickled index, which can run code when it is loaded). Any
+number of processes can read them again.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from ..errors import WeightsError
 from . import checkpoint
 from .distributed import World
 
@@ -34,7 +35,7 @@ Models = Mapping[str, nn.Module]
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered as one: the members of every `blocks` of a model of timm's interface, inner ones first."""
+    """Yield the modules that are gathered as one: the children of each `blocks` module, inner ones first."""
     for name, module in reversed(list(model.named_modules())):
         if name.rpartition(".")[2] == "blocks":
             yield from module.children()
@@ -43,16 +44,16 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 def shard(
     model: nn.Module, world: World, dtype: torch.dtype | None, compiled: bool = False
 ) -> None:
-    """Cut a model into shards on the devices of all processes; a block at a time is moved there.
+    """Split a model into shards on the devices of all processes; one block at a time is moved there.
 
     Args:
-        model: whole, on the CPU, the same on each process.
+        model: on the CPU, the same on each process.
         world: the processes.
-        dtype: in which parameters are gathered and, by autocast, used; gradients are summed in float32.
+        dtype: type in which parameters are gathered; gradients are summed in float32.
         compiled: compile the blocks.
     """
     mesh = init_device_mesh(world.device.type, (world.size,))
-    # Inputs keep their dtype: autocast decides, as without shards.
+    # Inputs keep their dtype: autocast casts them, as without shards.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False
     )
@@ -64,36 +65,39 @@ def shard(
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` cut it."""
+    """Return whether a model is in shards."""
     return isinstance(model, FSDPModule)
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of what a forward pass has gathered that no backward pass follows."""
+    """Free the parameters that a forward pass without backward pass has gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def whole(value: Tensor) -> Tensor:
-    """A tensor without shards; every process must ask."""
+def gather_tensor(value: Tensor) -> Tensor:
+    """Return the whole of a tensor in shards; every process must call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def gathered(model: nn.Module, world: World) -> dict[str, Tensor]:
-    """The state of a model, whole; on the main process in the CPU's memory where it had been in shards, else empty."""
+def gather_state(model: nn.Module, world: World) -> dict[str, Tensor]:
+    """Return the whole state dict of a model on the main process, an empty dict on the others.
+
+    Tensors of a model in shards are copied to the CPU. Every process must call this.
+    """
     if not is_sharded(model):
         return model.state_dict() if world.main else {}
     state = {}
     for name, value in model.state_dict().items():
-        full = whole(value)
+        full = gather_tensor(value)
         if world.main:
             state[name] = full.cpu()
     return state
 
 
-def like(value: Tensor, own: Tensor) -> Tensor:
-    """A whole tensor, cut as `own` is."""
+def shard_like(value: Tensor, own: Tensor) -> Tensor:
+    """Split a whole tensor as `own` is split."""
     if not isinstance(own, DTensor):
         return value
     value = value.to(own.device)
@@ -108,14 +112,14 @@ def save(
     trainer: Mapping[str, Any],
     world: World,
 ) -> None:
-    """Write a checkpoint of models in shards; every process writes its own.
+    """Write a checkpoint of models in shards; every process writes its own shard.
 
     Args:
-        folder: of all checkpoints of the run.
-        step: how many steps are done.
+        folder: folder of all checkpoints of the run.
+        step: steps done.
         models: "model" and "ema".
-        optimizer: its tensors go to the shards too, and leave None behind in trainer.pt.
-        trainer: whatever else is needed to go on.
+        optimizer: its tensors are written to the shards too; trainer.pt has None in their place.
+        trainer: rest of the state.
         world: the processes.
     """
     tensors = _states(models)
@@ -132,7 +136,7 @@ def save(
         try:
             dcp_save(tensors, storage_writer=writer)
         except CheckpointException as error:  # on every process
-            raise OSError(_first(error)) from None
+            raise OSError(_first_failure(error)) from None
         if world.main:
             torch.save(rest, path / "trainer.pt")
 
@@ -140,13 +144,26 @@ def save(
 
 
 def restore(
-    path: Path, models: Models, optimizer: Optimizer, device: torch.device
+    path: Path,
+    models: Models,
+    optimizer: Optimizer,
+    device: torch.device,
+    check: Callable[[dict[str, Any]], None] = lambda state: None,
 ) -> dict[str, Any]:
-    """Put a checkpoint into models and optimizer, and give the rest; either side may be whole or in shards."""
+    """Load a checkpoint into models and optimizer and return the rest; both may be in shards or not.
+
+    Args:
+        path: the checkpoint.
+        models: "model" and "ema".
+        optimizer: optimizer of the model.
+        device: device for the tensors of the rest.
+        check: called with the rest before anything changes; raises if it does not fit.
+    """
     shards = any(path.glob("shard-*"))
     state = checkpoint.load_trainer(path, device)
+    check(state)
     moments, groups = state["optimizer"]["state"], state["optimizer"]["param_groups"]
-    _require_same(path, groups, optimizer.param_groups)
+    _check_groups(path, groups, optimizer.param_groups)
     if shards:
         tensors = _states({n: m for n, m in models.items() if n in state["models"]})
         _fill(path, tensors | _moments(moments, optimizer, new=True))
@@ -156,13 +173,13 @@ def restore(
         saved = checkpoint.load_models(path)
         for name, model in models.items():
             own, values = model.state_dict(), saved.get(name, saved["model"])
-            _require_shapes(path, own, values)
-            model.load_state_dict({n: like(v, own[n]) for n, v in values.items()})
+            _check_shapes(path, own, values)
+            model.load_state_dict({n: shard_like(v, own[n]) for n, v in values.items()})
         for parameter, values in _by_parameter(moments, optimizer):
             for name, value in values.items():
                 if value.ndim:
-                    values[name] = like(value, parameter)
-    # What the moments are is the checkpoint's affair; decay, betas and how to compute are the recipe's.
+                    values[name] = shard_like(value, parameter)
+    # The moments come from the checkpoint; weight decay, betas and the like come from the recipe.
     for group, own_group in zip(groups, optimizer.param_groups, strict=True):
         group |= {name: value for name, value in own_group.items() if name != "params"}
     optimizer.load_state_dict(state["optimizer"])
@@ -170,55 +187,55 @@ def restore(
 
 
 def is_finite(model: nn.Module) -> bool:
-    """Whether all that this process holds of a model are numbers."""
+    """Return whether all weights that this process holds are finite."""
     values = [v.to_local() if isinstance(v, DTensor) else v for v in model.state_dict().values()]
     return all(bool(v.isfinite().all()) for v in values if v.is_floating_point())
 
 
-def _require_same(path: Path, saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
-    """Moments are found by their place in the groups."""
+def _check_groups(path: Path, saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Raise if the parameter groups differ: moments are identified by their position in the groups."""
     there, here = (sum(len(group["params"]) for group in groups) for groups in (saved, own))
     if there != here:
-        raise ValueError(
-            f"{path} does not fit this recipe (it holds {there} parameters, the model {here}); "
-            "go on with the recipe of the run"
+        raise WeightsError(
+            f"{path} does not fit this recipe (it has {there} parameters, the model has {here}); resume with the "
+            "recipe of the run"
         )
-    # Muon's groups say whether they are matrices; a model may have the same groups under both optimizers.
+    # A model may have the same groups with both optimizers; those of Muon are marked.
     kinds = [
         [(len(group["params"]), group.get("muon")) for group in groups] for groups in (saved, own)
     ]
     if kinds[0] != kinds[1]:
-        raise ValueError(
-            f"{path} does not fit this recipe (it groups parameters otherwise); when a run goes on optim.name cannot "
-            "change and optim.layer_decay cannot be set or unset, other values of optim can change"
+        raise WeightsError(
+            f"{path} does not fit this recipe (its parameter groups differ); when a run resumes, optim.name cannot "
+            "change and optim.layer_decay cannot be set or unset; other settings of optim can change"
         )
 
 
-def _require_shapes(path: Path, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+def _check_shapes(path: Path, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     for name in sorted(own.keys() | saved.keys()):
         here, there = (
             tuple(state[name].shape) if name in state else None for state in (own, saved)
         )
         if here != there:
-            raise ValueError(
-                f"{path} does not fit this recipe ({name} is {there} there, {here} here); the model cannot "
-                "change when a run goes on, go on with the recipe of the run"
+            raise WeightsError(
+                f"{path} does not fit this recipe ({name} has shape {there} there, {here} here); the model cannot "
+                "change when a run resumes; resume with the recipe of the run"
             )
 
 
 def _fill(path: Path, tensors: dict[str, Any]) -> None:
     with warnings.catch_warnings():
-        # One process alone reads the shards of several: no group is meant.
+        # A single process reads the shards of several without a process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
         except CheckpointException as error:
-            raise ValueError(
-                f"{path} does not fit this recipe ({_first(error)}); go on with the recipe of the run"
+            raise WeightsError(
+                f"{path} does not fit this recipe ({_first_failure(error)}); resume with the recipe of the run"
             ) from None
 
 
-def _first(error: CheckpointException) -> str:
+def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"on process {rank}: {str(cause).strip().splitlines()[0]}"
 
@@ -242,7 +259,7 @@ def _by_parameter(
 def _moments(
     state: dict[int, dict[str, Any]], optimizer: Optimizer, new: bool
 ) -> dict[str, Tensor]:
-    """What goes where `state` says None: as the optimizer holds it, or `new` and put there."""
+    """Return the tensors that `state` has replaced by None: those of the optimizer, or new ones, set in `state`."""
     found: dict[str, Tensor] = {}
     for i, (parameter, values) in zip(state, _by_parameter(state, optimizer), strict=True):
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop."""
+"""Signals that request a run to stop."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 
-class Stopper:
-    """Turns SIGTERM and the first Ctrl-C into a wish to stop; a second Ctrl-C stops at once."""
+class StopSignals:
+    """Record SIGTERM and the first Ctrl-C instead of ending the process; a second Ctrl-C ends it immediately."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.asked: int | None = None
-        self.before: dict[int, Any] = {}
+        self.received: int | None = None
+        self.handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self.before = {s: signal.signal(s, self._on_signal) for s in self.SIGNALS}
+            self.handlers = {s: signal.signal(s, self._on_signal) for s in self.SIGNALS}
         return self
 
     def _on_signal(self, which: int, frame: FrameType | None) -> None:
-        if self.asked == signal.SIGINT and which == signal.SIGINT:
+        if self.received == signal.SIGINT and which == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = which
+        self.received = which
 
     def __exit__(
         self,
@@ -33,5 +33,5 @@ class Stopper:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        for which, handler in self.before.items():
+        for which, handler in self.handlers.items():
             signal.signal(which, handler)

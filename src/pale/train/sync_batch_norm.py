@@ -1,4 +1,4 @@
-"""Batch norm over the images of all processes, so that their number does not change what a step does."""
+"""Batch norm over the images of all processes, so that the number of processes does not change a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .distributed import World
 
 
 def sync_batch_norms(model: nn.Module, world: World) -> nn.Module:
-    """The model with its batch norms synchronised; alone, as it is. Parameters stay the same objects."""
+    """Synchronise the batch norms of a model over several processes; parameters stay the same objects."""
     if world.size == 1:
         return model
     if world.device.type == "cuda":
@@ -24,28 +24,28 @@ def sync_batch_norms(model: nn.Module, world: World) -> nn.Module:
 
 
 class Sum(torch.autograd.Function):
-    """The sum over all processes; its gradient is the sum of theirs."""
+    """Sum over all processes; the gradient is the sum of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Add up."""
+        """Sum over the processes."""
         x = x.clone()
         dist.all_reduce(x)
         return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Add up the gradients."""
+        """Sum the gradients over the processes."""
         total = grads[0].contiguous().clone()
         dist.all_reduce(total)
         return total
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
-    """PyTorch's own exists on GPUs alone; this one is for processes on CPUs, and for tests."""
+    """Synchronised batch norm on CPUs; PyTorch's own supports only GPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, c, h, w) -> (b, c, h, w)."""
+        """Normalise (b, c, h, w)."""
         if not self.training:
             return super().forward(x)
         count = x.new_full((1,), float(x.numel() // x.shape[1]))

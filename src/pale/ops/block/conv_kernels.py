@@ -14,7 +14,7 @@ atomics, the same result every time.
 import triton
 import triton.language as tl
 
-from ..launching import begin
+from ..prologue import begin
 
 
 @triton.jit

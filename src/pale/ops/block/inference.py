@@ -1,4 +1,4 @@
-"""Fused pieces of a block for inference alone; nothing of them is differentiated or seen by a compiler."""
+"""Fused operations of a block for inference only: without gradients, not traced by a compiler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import triton_op as op
+from ..sizes import ceil_div
+from . import grids
+from .conv import launch_conv_three
+from .grids import launch_kernel, needs_small_blocks, next_power
+from .linear import launch_linear
+from .norm import launch_add_norm
 
 
 def separable_three(
@@ -19,11 +24,11 @@ def separable_three(
     b_k: Tensor,
     b_v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Three separable convolutions of one map: depthwise by `taps`, (27, c), then linear layers."""
+    """Return three separable convolutions of one map: depthwise by `taps`, (27, c), then linear layers."""
     q, k, v = (torch.empty_like(x) for _ in range(3))
     maps = x.new_empty((3, *x.shape))
-    op._conv_three(x, taps, maps)
-    op._linear(maps, (w_q, w_k, w_v), (b_q, b_k, b_v), (q, k, v))
+    launch_conv_three(x, taps, maps)
+    launch_linear(maps, (w_q, w_k, w_v), (b_q, b_k, b_v), (q, k, v))
     return q, k, v
 
 
@@ -37,46 +42,46 @@ def linear_norm(
     beta: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + linear(y) + next_bias, and the LayerNorm of this without `next_bias`."""
+    """Return the sum x + linear(y) + next_bias, and the LayerNorm of the sum without `next_bias`."""
     total, normed = torch.empty_like(x), torch.empty_like(x)
     c = x.shape[-1]
     if c > 256:
         y = F.linear(y, weight)
-        op._add_norm(x, y, bias, None, next_bias, None, gamma, beta, None, total, normed, eps)
+        launch_add_norm(x, y, bias, None, next_bias, None, gamma, beta, None, total, normed, eps)
         return total, normed
     tokens = x.numel() // c
-    blocks = {"C": c, "BLOCK_C": op._power(c), "BLOCK_T": 16 if tokens <= op.FEW else 64}
-    wide = c <= 128 or tokens <= op.FEW
+    blocks = {"C": c, "BLOCK_C": next_power(c), "BLOCK_T": 16 if tokens <= grids.FEW else 64}
+    wide = c <= 128 or tokens <= grids.FEW
     blocks["BLOCK_K"] = next(k for k in ((64, 32, 16) if wide else (32, 16)) if c % k == 0)
     tensors = y, weight, bias, x, next_bias, gamma, beta, total, normed
-    grid = (op._ceil(tokens, blocks["BLOCK_T"]),)
-    op._launch("linear_norm", grid, *tensors, tokens, eps, **blocks)
+    grid = (ceil_div(tokens, blocks["BLOCK_T"]),)
+    launch_kernel("linear_norm", grid, *tensors, tokens, eps, **blocks)
     return total, normed
 
 
 def mlp_residual(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, total: Tensor) -> Tensor:
-    """Linear, GELU and linear added to `total`, in place; the last bias is in it already."""
+    """Return linear, GELU and linear added to `total`, which contains the last bias and may be changed in place."""
     hidden, c = w_1.shape
     tokens = x.numel() // c
-    if c <= op.WHOLE and hidden % 32 == 0 and tokens > op.FEW:
+    if c <= grids.WHOLE and hidden % 32 == 0 and tokens > grids.FEW:
         out = torch.empty_like(total)
-        blocks = {"C": c, "HIDDEN": hidden, "BLOCK_C": op._power(c), "BLOCK_H": 32}
+        blocks = {"C": c, "HIDDEN": hidden, "BLOCK_C": next_power(c), "BLOCK_H": 32}
         blocks["QUICK"] = x.dtype != torch.float32
-        blocks["BLOCK_T"] = 32 if op._small(x) else 64 if c <= 64 else 128
-        grid = (op._ceil(tokens, blocks["BLOCK_T"]),)
-        op._launch("whole_mlp", grid, x, w_1, b_1, w_2, total, out, tokens, **blocks)
+        blocks["BLOCK_T"] = 32 if needs_small_blocks(x) else 64 if c <= 64 else 128
+        grid = (ceil_div(tokens, blocks["BLOCK_T"]),)
+        launch_kernel("whole_mlp", grid, x, w_1, b_1, w_2, total, out, tokens, **blocks)
         return out
     y = x.new_empty((tokens, hidden))
-    op._linear(x, (w_1,), (b_1,), (y,), gelu=True)
+    launch_linear(x, (w_1,), (b_1,), (y,), gelu=True)
     total.view(tokens, c).addmm_(y, w_2.T)
     return total
 
 
 def stem_weights(weight: Tensor) -> Tensor:
-    """Weights of a convolution, (c, channels, k, k), as the kernel reads them: (k, span, c), span a power of two."""
+    """Return weights of a convolution, (c, channels, k, k), as the kernel reads them, (k, span, c)."""
     c, channels, k, _ = weight.shape
     rows = weight.permute(2, 3, 1, 0).reshape(k, k * channels, c)
-    return F.pad(rows, (0, 0, 0, max(16, op._power(k * channels)) - k * channels)).contiguous()
+    return F.pad(rows, (0, 0, 0, max(16, next_power(k * channels)) - k * channels)).contiguous()
 
 
 def stem(
@@ -89,18 +94,18 @@ def stem(
     beta: Tensor,
     eps: float,
 ) -> Tensor:
-    """LayerNorm of a convolution of (b, channels, h, w), into (b, rows, columns, c); `weights` are `stem_weights`."""
+    """Return LayerNorm of a convolution of (b, channels, h, w), (b, rows, columns, c); `weights` are `stem_weights`."""
     b, channels, h, w = x.shape
     _, span, c = weights.shape
-    rows, columns = op._ceil(h, stride), op._ceil(w, stride)
+    rows, columns = ceil_div(h, stride), ceil_div(w, stride)
     y = x.new_empty((b, rows, columns, c))
     tokens = b * rows * columns
     x_b, x_c, x_h, x_w = x.stride()
     numbers = tokens, h, w, rows, columns, x_b, x_c, x_h, x_w, eps
     constants = {"KERNEL": kernel, "STRIDE": stride, "CHANNELS": channels, "SPAN": span}
-    blocks = {"C": c, "BLOCK_C": op._power(c), "BLOCK_T": 32 if tokens <= op.FEW else 64}
+    blocks = {"C": c, "BLOCK_C": next_power(c), "BLOCK_T": 32 if tokens <= grids.FEW else 64}
     tensors = x, weights, bias, gamma, beta, y
-    op._launch(
-        "stem", (op._ceil(tokens, blocks["BLOCK_T"]),), *tensors, *numbers, **constants, **blocks
+    launch_kernel(
+        "stem", (ceil_div(tokens, blocks["BLOCK_T"]),), *tensors, *numbers, **constants, **blocks
     )
     return y

@@ -1,4 +1,4 @@
-"""The pieces of a block in plain PyTorch: what the kernels must compute, and what runs where they cannot."""
+"""The operators of a block in plain PyTorch: the definition of what the kernels compute."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..linear import linear
 def conv_norm(
     x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Position encoding, residual and norm: x + conv(x) + bias, and its LayerNorm."""
+    """Return x + conv(x) + bias (position encoding and residual), and its LayerNorm."""
     x = x + depthwise_conv(x, weight, bias)
     return x, norm(x, None, gamma, beta, eps)
 
 
 def conv_three(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
-    """The depthwise halves of phi_q, phi_k and phi_v, (3, b, h, w, c)."""
+    """Return the depthwise halves of phi_q, phi_k and phi_v, (3, b, h, w, c)."""
     return torch.stack(depthwise_convs(x, [w_q, w_k, w_v], [None, None, None]))
 
 
 def linear_three(
     x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, b_q: Tensor, b_k: Tensor, b_v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The pointwise halves of phi_q, phi_k and phi_v, of (3, b, h, w, c)."""
+    """Return the pointwise halves of phi_q, phi_k and phi_v, from (3, b, h, w, c)."""
     return linear(x[0], w_q, b_q), linear(x[1], w_k, b_k), linear(x[2], w_v, b_v)
 
 
@@ -44,9 +44,9 @@ def finish(
     b_2: Tensor,
     next_scale: Tensor | None,
 ) -> Tensor:
-    """What comes after the projection: residual, norm, MLP, residual.
+    """Return the block after the projection: residual, norm, MLP, residual.
 
-    Scales are one number an image, for drop path.
+    Scales are one number per image, for drop path.
     """
     x = x + _scaled(y + bias, scale)
     y = linear(norm(x, None, gamma, beta, eps), w_1, b_1, gelu=True)
@@ -58,7 +58,7 @@ def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def norm(x: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """LayerNorm, of x + bias where there is one."""
+    """Return LayerNorm of x, or of x + bias."""
     return F.layer_norm(x if bias is None else x + bias, x.shape[-1:], gamma, beta, eps)
 
 
@@ -72,7 +72,7 @@ def separable_three(
     b_k: Tensor,
     b_v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Three separable convolutions of one map: depthwise by `taps`, (27, c), then linear layers."""
+    """Return three separable convolutions of one map: depthwise by `taps`, (27, c), then linear layers."""
     c = x.shape[-1]
     three = [t.T.reshape(c, 1, 3, 3).to(x.dtype) for t in taps.view(3, 9, c)]
     return linear_three(conv_three(x, *three), w_q, w_k, w_v, b_q, b_k, b_v)
@@ -88,11 +88,11 @@ def linear_norm(
     beta: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + linear(y) + next_bias, and the LayerNorm of this without `next_bias`."""
+    """Return the sum x + linear(y) + next_bias, and the LayerNorm of the sum without `next_bias`."""
     x = x + linear(y, weight, bias)
     return x + next_bias, norm(x, None, gamma, beta, eps)
 
 
 def mlp_residual(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, total: Tensor) -> Tensor:
-    """Linear, GELU and linear added to `total`; the last bias is in it already."""
+    """Return linear, GELU and linear added to `total`, which contains the last bias."""
     return total + linear(linear(x, w_1, b_1, gelu=True), w_2, None)

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels import INTERPRETED
-from ..launching import begin
+from ..launching import INTERPRETED
+from ..prologue import begin
 
 # The hardware's tanh is one instruction of NVIDIA's.
 PTX = tl.constexpr(not INTERPRETED and torch.version.hip is None)

@@ -25,12 +25,13 @@ def pale_attention(
     k: Tensor,
     v: Tensor,
     *,
-    pale_size: tuple[int, int],
+    pale_size: tuple[int, int] | None = None,
     scope: Scope = "parallel",
     grouping: Grouping = "interlaced",
+    region: Region | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Self-attention inside the groups of rows and columns of a map; q, k, v and the result are (b, h, w, heads, d).
+    """Return self-attention inside the groups of rows and columns of a map; all tensors are (b, h, w, heads, d).
 
     Args:
         q: queries; the scale d^-0.5 is applied inside.
@@ -41,10 +42,11 @@ def pale_attention(
             column groups; "row", "column": all heads; "pale": rows and columns of a pale together,
             a token of two pales gets the mean.
         grouping: row i of h belongs to group `i mod ceil(h / s_r)` ("interlaced") or `i // s_r`
-            ("contiguous"); columns alike.
-        backend: "auto" takes the first that can run the call; one that is named runs or raises.
+            ("contiguous"); columns in the same way.
+        region: pale_size, scope and grouping in one object, in place of these three.
+        backend: "auto" uses the first that can run the call; a named one runs or raises.
     """
-    region = Region(pale_size, scope, grouping)
+    region = Region.of(region, pale_size, scope, grouping)
     _check(q, k, v, region)
     q, k, v = _autocast(q, k, v)
     name = choose(q, region) if backend == "auto" else backend
@@ -59,16 +61,17 @@ def attention_weights(
     k: Tensor,
     *,
     at: tuple[int, int],
-    pale_size: tuple[int, int],
+    pale_size: tuple[int, int] | None = None,
     scope: Scope = "parallel",
     grouping: Grouping = "interlaced",
+    region: Region | None = None,
 ) -> Tensor:
-    """The true weights, (b, heads, h, w), with which the token at row and column `at` sums up the values of the map.
+    """Return the attention weights, (b, heads, h, w), of the query at row and column `at`.
 
     Zero outside the token's region; under scope "pale" the mean of its one or two pales, as in
-    `pale_attention`.
+    `pale_attention`, whose arguments these are.
     """
-    region = Region(pale_size, scope, grouping)
+    region = Region.of(region, pale_size, scope, grouping)
     _check(q, k, k, region)
     _, h, w, heads, _ = q.shape
     i, j = at if len(at) == 2 else (-1, -1)
@@ -77,7 +80,7 @@ def attention_weights(
             f"at must be a row in 0..{h - 1} and a column in 0..{w - 1} of the {h}x{w} map, got {at}"
         )
     members = [region.members(kind, h, w, q.device) for kind in region.kinds]
-    if scope != "parallel":
+    if region.scope != "parallel":
         return reference.weights_at(q, k, at, members[0])
     half = heads // 2
     x_r = reference.weights_at(q[..., :half, :], k[..., :half, :], at, members[0])
@@ -86,7 +89,7 @@ def attention_weights(
 
 
 def choose(q: Tensor, region: Region) -> str:
-    """The back-end that "auto" takes: the first with no reason against it."""
+    """Return the back-end for "auto": the first that supports the call."""
     return next(
         name for name, backend in BACKENDS.items() if backend.unsupported(q, region) is None
     )
@@ -123,9 +126,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, region: Region) -> None:
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """What autocast does to PyTorch's own attention, here for every back-end alike; float64 stays."""
+    """Cast as autocast does for PyTorch's own attention, for every back-end; float64 stays."""
     device = tensors[0].device.type
-    # PyTorch knows no autocast for meta tensors and raises when asked.
+    # PyTorch has no autocast for meta tensors and raises an error.
     if (
         tensors[0].dtype == torch.float64
         or device == "meta"

@@ -1,4 +1,4 @@
-"""Attention as one operator that a compiler does not look into."""
+"""Attention as one operator that a compiler does not trace."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat import include_autograd
 from .region import Region
 
 Attend = Callable[[Tensor, Tensor, Tensor, Region], Tensor]
@@ -17,7 +18,7 @@ _REGION = "int s_r, int s_c, str scope, str grouping"
 
 
 def operator(name: str, attend: Attend) -> Attend:
-    """Registers `attend` as pale::<name>_attention; gives what calls it.
+    """Register `attend` as pale::<name>_attention and return a function that calls it.
 
     The backward runs `attend` again and differentiates it, so that every device keeps PyTorch's own backward kernels.
     """
@@ -29,15 +30,14 @@ def operator(name: str, attend: Attend) -> Attend:
     def differentiate(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, *words: Any
     ) -> tuple[Tensor, ...]:
-        # Autograd is shut off where a dispatch mode calls; this turns it on again.
-        autograd = torch._C.DispatchKey.AutogradFunctionality
-        with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
+        # Under a dispatch mode autograd is off; this turns it on again.
+        with include_autograd(), torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
             out = attend(q, k, v, Region((s_r, s_c), *words))
             grads = torch.autograd.grad(out, (q, k, v), grad)
         return tuple(x.contiguous() for x in grads)
 
-    # By hand, not by `custom_op`, whose kernels run with autograd shut off.
+    # Without `custom_op`, whose kernels run with autograd off.
     _library.define(f"{forward}(Tensor q, Tensor k, Tensor v, {_REGION}) -> Tensor")
     _library.impl(forward, compute, "CompositeExplicitAutograd")
     _library.define(

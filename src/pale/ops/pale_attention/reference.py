@@ -1,4 +1,4 @@
-"""The definition of pale attention: one group after the other, any float dtype, never optimised."""
+"""The definition of pale attention: one group after the other, in any floating-point dtype, not optimised."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .region import Region
 
 
 def unsupported(q: Tensor, region: Region) -> str | None:
-    """Nothing: the reference runs everywhere."""
+    """Return None: the reference runs everywhere."""
     return None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
-    """Attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
+    """Return attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
     if torch.compiler.is_compiling() and not exporting():
-        return opaque(q, k, v, region)  # runs as it stands in a compiled model too
+        return opaque(q, k, v, region)  # not traced in a compiled model either
     return compute(q, k, v, region)
 
 
 def compute(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
-    """The definition itself."""
+    """Compute the definition."""
     h, w = q.shape[1:3]
     members = [region.members(kind, h, w, q.device) for kind in region.kinds]
     if region.scope != "parallel":
@@ -35,7 +35,7 @@ def compute(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, members: Tensor) -> Tensor:
-    """Attention inside each group; a token of several groups gets the mean of their results."""
+    """Return attention inside each group; a token of several groups gets the mean of their results."""
     q, k, v = (x.flatten(1, 2).transpose(1, 2) for x in (q, k, v))  # (b, heads, h*w, d)
     out = torch.zeros_like(v)
     for group in members.flatten(1):  # (h*w,)
@@ -47,7 +47,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, members: Tensor) -> Tensor:
 
 
 def weights_at(q: Tensor, k: Tensor, at: tuple[int, int], members: Tensor) -> Tensor:
-    """Weights (b, heads, h, w) of the query at row and column `at`: the mean over its groups, zero outside them."""
+    """Return the weights (b, heads, h, w) of the query at row and column `at`: the mean over its groups, else zero."""
     i, j = at
     scores = torch.einsum("bnd,bhwnd->bnhw", q[:, i, j], k) * q.shape[-1] ** -0.5
     groups = members[members[:, i, j]]  # (1 or 2, h, w)

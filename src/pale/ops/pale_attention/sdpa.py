@@ -2,16 +2,17 @@
 
 Rows are laid out as (groups, rows of a group), which is a reshape of the map, and each group
 becomes one entry of the batch. Where `h` is not groups x rows, the last rows are padding: masked as
-keys, dropped as queries. With `ceil(h / n)` rows a group (not `s_r`) an interlaced group never
+keys, dropped as queries. With `ceil(h / n)` rows per group (not `s_r`) an interlaced group never
 holds more than one padded row.
 
-Eager, exported and compiled programs of a fixed size run `attend` as it stands. Compiled for
-dynamic sizes it is one opaque operator, because a compiler that looks inside specialises on the
-number of groups and recompiles at every size.
+Eager, exported and compiled programs of a fixed size run `attend` directly. Compiled for dynamic
+sizes it is one opaque operator, because a compiler that traces it specialises on the number of
+groups and recompiles at every size.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,21 +28,25 @@ from .region import Region
 # Without cuDNN: a compiled model trained through it stayed at chance (torch 2.11, H200).
 CUDA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
+# torch 2.11 to 2.13 branch on whether a mask of four dimensions has a single key, which is unknown in a program for all
+# sizes; torch 2.15 never does. There attention is written out, in plain operations.
+BRANCHES_ON_KEYS = torch.__version__ < "2.15"
+
 
 def unsupported(q: Tensor, region: Region) -> str | None:
-    """Nothing: scaled dot product attention is part of PyTorch on every device."""
+    """Return None: PyTorch has scaled dot product attention on every device."""
     return None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
-    """Attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
+    """Return attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
     if torch.compiler.is_compiling() and not exporting() and not _traceable(q):
         return opaque(q, k, v, region)
     return attend(q, k, v, region)
 
 
 def _traceable(q: Tensor) -> bool:
-    """Whether a compiler may look inside: sizes are fixed, and no CUDA kernel is chosen behind our back."""
+    """Return whether a compiler may trace `attend`: the sizes are fixed, and there is no choice of CUDA kernels."""
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return not q.is_cuda and has_static_value(q.shape[1]) and has_static_value(q.shape[2])
@@ -59,8 +64,8 @@ class Groups:
 
     def pack(self, x: Tensor) -> Tensor:
         """(b, h, w, heads, d) -> (b*n, heads, tokens of a group, d); a view where the memory allows it."""
-        if any_size():
-            # Repeats the last row where others pad with zeros: it is masked all the same.
+        if any_size(self.length):
+            # Repeat the last row instead of padding with zeros; it is masked in both cases.
             slots = torch.arange(self.size * self.n, device=x.device)
             x = x.index_select(self.axis, slots.clamp(max=self.length - 1))
         elif self.padding:
@@ -77,7 +82,7 @@ class Groups:
         return x.permute(order).reshape(b * self.n, heads, tokens, d)
 
     def unpack(self, y: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `pack`; `like` is a map as it was before."""
+        """Invert `pack`; `like` is a map before it."""
         b, h, w, heads, d = like.shape
         slots = self.n * self.size
         if self.axis == 1:
@@ -88,20 +93,20 @@ class Groups:
             y = y.reshape(b, self.n, heads, h, self.size, d)
             order = (0, 3, 4, 1, 2, 5) if self.interlaced else (0, 3, 1, 4, 2, 5)
             y = y.permute(order).reshape(b, h, slots, heads, d)
-        if any_size():
+        if any_size(self.length):
             return y.index_select(self.axis, torch.arange(self.length, device=y.device))
         return y.narrow(self.axis, 0, self.length)
 
     @property
     def split(self) -> tuple[int, int]:
-        """The groups and their slots in the order in which they follow each other on the map."""
+        """Number of groups and of slots, in their order on the map."""
         return (self.size, self.n) if self.interlaced else (self.n, self.size)
 
     def tokens(self, slots: Tensor, across: Tensor) -> Tensor:
-        """By token, (n, tokens): what holds of its slot, (n, size), and across, (n, w) for rows, (n, h) for columns."""
+        """Combine masks of the slots, (n, size), and across, (n, w) for rows or (n, h) for columns, to (n, tokens)."""
         if self.axis == 1:
-            return (slots[:, :, None] & across[:, None, :]).flatten(1)
-        return (across[:, :, None] & slots[:, None, :]).flatten(1)
+            return torch.logical_and(slots[:, :, None], across[:, None, :]).flatten(1)
+        return torch.logical_and(across[:, :, None], slots[:, None, :]).flatten(1)
 
     @property
     def padding(self) -> int:
@@ -109,7 +114,7 @@ class Groups:
         return self.n * self.size - self.length
 
     def valid(self, device: torch.device) -> Tensor:
-        """Which slots hold a row (or column) of the map, (n, size)."""
+        """Return which slots hold a row (or column) of the map, (n, size)."""
         group = torch.arange(self.n, device=device)[:, None]
         slot = torch.arange(self.size, device=device)
         return (
@@ -118,7 +123,7 @@ class Groups:
 
 
 def layout(h: int, w: int, region: Region) -> tuple[Groups, Groups]:
-    """Row and column groups of an `h` x `w` map as they are executed."""
+    """Return the row and column groups of an `h` x `w` map as they are executed."""
     n_r, n_c = region.counts(h, w)
     if region.scope == "pale":
         n_r = n_c = opaque_size(cast("int", torch.sym_max(n_r, n_c)))
@@ -135,7 +140,7 @@ def layout(h: int, w: int, region: Region) -> tuple[Groups, Groups]:
 
 
 def executed_pairs(h: int, w: int, heads: int, region: Region) -> int:
-    """Query-key pairs over all heads that this back-end computes, padding and repeated tokens included."""
+    """Return the number of query-key pairs that this back-end computes, with padding and repeated tokens."""
     rows, columns = layout(h, w, region)
     by_row, by_column = rows.n * (rows.size * w) ** 2, columns.n * (columns.size * h) ** 2
     return {
@@ -147,7 +152,7 @@ def executed_pairs(h: int, w: int, heads: int, region: Region) -> int:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
-    """The computation itself, in plain PyTorch."""
+    """Compute attention in plain PyTorch."""
     h, w, heads = q.shape[1:4]
     rows, columns = layout(h, w, region)
     if region.scope == "row":
@@ -163,9 +168,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
 
 
 def attend_groups(q: Tensor, k: Tensor, v: Tensor, groups: Groups) -> Tensor:
-    """Attention inside row groups or column groups."""
+    """Return attention inside row groups or column groups."""
     mask = None
-    if any_size() or groups.padding:
+    if any_size(groups.length) or groups.padding:
         across = torch.ones(1, q.shape[3 - groups.axis], dtype=torch.bool, device=q.device)
         mask = _keys(groups.tokens(groups.valid(q.device), across), q.shape[0])
     return groups.unpack(_sdpa(groups.pack(q), groups.pack(k), groups.pack(v), mask), q)
@@ -174,12 +179,12 @@ def attend_groups(q: Tensor, k: Tensor, v: Tensor, groups: Groups) -> Tensor:
 def attend_pales(
     q: Tensor, k: Tensor, v: Tensor, rows: Groups, columns: Groups, row_group: Tensor
 ) -> Tensor:
-    """Attention inside whole pales; `row_group` is the group of each row, (h,).
+    """Return attention inside whole pales; `row_group` is the group of each row, (h,).
 
-    A pale is its rows followed by its columns. Where they cross a token stands twice: the second
-    time it is masked as a key, and as a query it gives the same result again. So the part computed
-    in the rows and the part computed in the columns each cover the map once, and their mean is the
-    mean over the one or two pales of a token.
+    A pale is its rows followed by its columns. A token where they cross occurs twice: the second
+    time it is masked as a key, and as a query it gives the same result again. The part computed in
+    the rows and the part computed in the columns therefore each cover the map once, and their mean
+    is the mean over the one or two pales of a token.
     """
     b, h, w = q.shape[:3]
     p = torch.arange(rows.n, device=q.device)[:, None]
@@ -193,11 +198,20 @@ def attend_pales(
 
 
 def _keys(valid: Tensor, b: int) -> Tensor:
-    """Mask of keys (b*n, 1, 1, tokens) from the valid tokens of each group, (n, tokens)."""
+    """Return the mask of keys, (b*n, 1, 1, tokens), from the valid tokens of each group, (n, tokens)."""
     return valid.expand(b, -1, -1).flatten(0, 1)[:, None, None]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    if (
+        BRANCHES_ON_KEYS
+        and mask is not None
+        and exporting()
+        and isinstance(mask.shape[-1], torch.SymInt)
+    ):
+        # With five dimensions PyTorch would not branch either, but the ONNX exporter takes only four.
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+        return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
     if not q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, mask)
     with sdpa_kernel(CUDA_KERNELS):

@@ -8,7 +8,7 @@ Tokens past the end of a group are loaded from its last token instead, which nee
 import triton
 import triton.language as tl
 
-from ..launching import begin
+from ..prologue import begin
 
 LINES = [
     f"{x}_{name}" for x in ("r", "c") for name in ("n", "first", "step", "many", "big", "small")

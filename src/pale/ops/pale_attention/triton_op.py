@@ -8,14 +8,16 @@ queries of the rows and one with those of the columns of each pale, and their me
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..kernels import AVAILABLE, DTYPES, INTERPRETED, define, differentiate, launch, launches
+from ..launching import AVAILABLE, DTYPES, INTERPRETED, capability, launch, launches
+from ..registration import define, differentiate
+from ..shortcuts import is_transformed
 from ..sizes import exporting
 from .region import Region
 
@@ -23,20 +25,22 @@ __all__ = ["AVAILABLE", "INTERPRETED", "attention", "forward", "launches", "unsu
 
 HEAD_DIMS = (16, 32, 48, 64)
 
-# The most programs in the last dimension of a grid, and the number that a large GPU wants at least.
+# Maximum of programs in the last dimension of a grid, and the number that keeps a large GPU busy.
 GRID, PROGRAMS = 65535, 1024
 LOG2_E = 1.4426950408889634
 KERNELS = __package__ + ".triton_kernels"
 
 
 def unsupported(q: Tensor, region: Region) -> str | None:
-    """Why the kernels cannot run this call, or None."""
+    """Return why the kernels cannot run this call, or None."""
     if not AVAILABLE:
         return "Triton is not installed"
     if q.device.type != "cuda" and not INTERPRETED:
         return f"it needs a CUDA device, got {q.device.type!r}"
     if exporting():
         return "an exported program must run without these kernels"
+    if is_transformed(q):
+        return "tensor subclasses, tracers and transforms of torch.func do not know its kernels"
     if q.dtype not in DTYPES:
         return f"it computes in float16, bfloat16 or float32, got {q.dtype}"
     if q.shape[-1] not in HEAD_DIMS:
@@ -63,13 +67,13 @@ class Config:
     block_n: int  # keys of a step
     warps: int = 4
     stages: int = 1
-    per: int = 1  # heads that a program takes one after the other, where there are programs enough
-    registers: int | None = None  # the most registers of a thread
+    per: int = 1  # heads that a program processes in sequence, if there are enough programs
+    registers: int | None = None  # maximum of registers per thread
 
 
 @dataclass(frozen=True)
 class Configs:
-    """The kernels of one call: those that take a group in one block go before those that take it in steps."""
+    """The kernels of one call: those that process a group in one block have priority over those that use steps."""
 
     forward: Config
     backward_q: Config
@@ -80,7 +84,7 @@ class Configs:
 
 @dataclass(frozen=True)
 class Lines:
-    """Row groups (or column groups) in numbers: `many` groups of `big` lines, then the others of `small`."""
+    """Numbers of row groups (or column groups): `many` groups of `big` lines, then groups of `small` lines."""
 
     n: int
     first: int  # the first line of group p is p * first
@@ -92,17 +96,17 @@ class Lines:
 
     @classmethod
     def of(cls, length: int, width: int, s: int, n: int, interlaced: bool) -> Lines:
-        """Of the `length` rows (or columns) of a map."""
+        """Return the groups of the `length` rows (or columns) of a map."""
         if interlaced:
             return cls(n, 1, n, length % n, length // n + 1, length // n, width)
         return cls(n, s, 1, n - 1, s, length - (n - 1) * s, width)
 
     def numbers(self) -> tuple[int, ...]:
-        """As the kernels take them."""
+        """Return them in the order of the kernels' arguments."""
         return self.n, self.first, self.step, self.many, self.big, self.small
 
     def tokens(self) -> list[int]:
-        """The one or two sizes of groups."""
+        """Return the one or two sizes of groups."""
         sizes = [self.big] * (self.many > 0) + [self.small] * (self.many < self.n)
         return [size * self.width for size in sizes]
 
@@ -123,20 +127,20 @@ class Plan:
     columns: Lines
 
     def lines(self, scope: str) -> tuple[Lines, ...]:
-        """Row groups, column groups or both."""
+        """Return row groups, column groups or both."""
         every = {"row": (self.rows,), "column": (self.columns,)}
         return every.get(scope, (self.rows, self.columns))
 
     def tokens(self, scope: str | None = None) -> list[int]:
-        """The sizes of groups in a direction, by default that of the queries."""
+        """Return the sizes of groups in a direction, by default that of the queries."""
         return [n for lines in self.lines(scope or self.scope) for n in lines.tokens()]
 
     def rest(self, block: int) -> int:
-        """BLOCK_T: room for the last tokens of a group, which fill no block of `block`."""
+        """Return BLOCK_T, the block for the last tokens of a group, which do not fill a block of `block`."""
         return 16 if max(n % block for n in self.tokens()) <= 16 else block
 
     def per(self, limit: int, groups: int) -> int:
-        """Heads for a program: all by rows or all by columns, and programs enough for a large GPU."""
+        """Return the heads per program: all by rows or all by columns, with enough programs for a large GPU."""
         span = self.heads // 2 if self.scope == "parallel" else self.heads
         limit = min(limit, max(1, self.b * groups * self.heads // PROGRAMS))
         return max(n for n in range(1, limit + 1) if span % n == 0)
@@ -155,13 +159,13 @@ class Plan:
         """Run a kernel over the blocks of all groups.
 
         Args:
-            name: the kernel's.
-            config: without the block sizes, which are among the `constants`.
-            tensors: the first `inputs` of them bring their strides along, the others are contiguous.
+            name: name of the kernel.
+            config: its launch options; the block sizes are among the `constants`.
+            tensors: the first `inputs` of them are passed with their strides, the others are contiguous.
             inputs: see `tensors`.
-            block: tokens of a program.
-            tokens: of the largest group.
-            constants: that are this kernel's alone.
+            block: tokens per program.
+            tokens: tokens of the largest group.
+            constants: compile-time arguments of this kernel only.
         """
         if self.b > GRID:
             for start in range(0, self.b, GRID):
@@ -189,7 +193,7 @@ class Plan:
 def plan_of(
     shape: torch.Size, dtype: torch.dtype, s_r: int, s_c: int, scope: str, grouping: str
 ) -> Plan:
-    """For q of this shape."""
+    """Return the plan for q of this shape."""
     b, h, w, heads, d = shape
     n_r, n_c = _region(s_r, s_c, scope, grouping).counts(h, w)
     rows = Lines.of(h, w, s_r, n_r, grouping == "interlaced")
@@ -200,35 +204,45 @@ def plan_of(
 
 @lru_cache(maxsize=1024)
 def choose(plan: Plan, capability: int) -> Configs:
-    """Configurations for the groups of `plan`, measured on an H200 (`capability` 90)."""
-    tokens = max(plan.tokens())
-    block = _power(tokens)
-    whole = not plan.pale  # a pale is never one block
+    """Return configurations for the groups of `plan`, measured on an H200 (`capability` 90)."""
+    block = _power(max(plan.tokens()))
+    whole = None if plan.pale else block  # a pale is never one block
     if plan.dtype == torch.float32 or capability < 80:
         # Without matrix units (Triton has none for float32 and before Ampere) every product is unrolled: small blocks.
         step = Config(32, 32)
-        group = Config(block, block) if whole and block <= 32 else None
+        group = Config(block, block) if whole is not None and whole <= 32 else None
         return Configs(step, step, step, group, group)
     # The right number of registers, and with it of programs on a multiprocessor, holds for Hopper's matrix unit only.
-    hopper, wide = capability == 90, plan.d > 32
-    small = whole and block <= 64
-    medium = whole and block == 128
+    registers = 128 if capability == 90 else None
+    return _choose_wide(whole) if plan.d > 32 else _choose_narrow(plan, whole, registers)
+
+
+def _choose_wide(whole: int | None) -> Configs:
+    """Return configurations for more than 32 channels per head; `whole` is the block of a group in one block."""
+    step_q, step_kv = Config(64, 32, stages=3), Config(32, 64, stages=3)
+    if whole is not None and whole <= 64:
+        groups = Config(whole, whole, stages=2, per=8), Config(whole, whole)
+        return Configs(step_q, step_q, step_kv, *groups)
+    if whole == 128:
+        return Configs(step_q, step_q, step_kv, None, Config(128, 128, warps=8))
+    return Configs(step_q, step_q, step_kv)
+
+
+def _choose_narrow(plan: Plan, whole: int | None, registers: int | None) -> Configs:
+    """Return configurations for at most 32 channels per head."""
     forward_group = backward_group = None
-    if small:
-        forward_group = Config(block, block, stages=2 if wide else 3, per=8)
-        backward_group = Config(block, block)
-    if medium:
-        backward_group = Config(128, 128, warps=8, registers=128 if hopper and not wide else None)
-    if wide:
-        step_q, step_kv = Config(64, 32, stages=3), Config(32, 64, stages=3)
-        return Configs(step_q, step_q, step_kv, forward_group, backward_group)
-    if medium:
-        forward_group = Config(64, 128, stages=2, per=4, registers=128 if hopper else None)
-    step_q = Config(64, 32, stages=4) if tokens <= 256 else Config(64, 64, stages=3)
-    step_kv = Config(32, 64, stages=3, registers=128 if hopper else None)
-    if tokens > 256 and plan.rest(64) == 16:
+    if whole is not None and whole <= 64:
+        forward_group = Config(whole, whole, stages=3, per=8)
+        backward_group = Config(whole, whole)
+    elif whole == 128:
+        forward_group = Config(64, 128, stages=2, per=4, registers=registers)
+        backward_group = Config(128, 128, warps=8, registers=registers)
+    many = max(plan.tokens()) > 256
+    step_q = Config(64, 64, stages=3) if many else Config(64, 32, stages=4)
+    step_kv = Config(32, 64, stages=3, registers=registers)
+    if many and plan.rest(64) == 16:
         step_kv = Config(64, 64, stages=3)
-    step = Config(64, 64, stages=3, registers=80 if hopper else None)
+    step = Config(64, 64, stages=3, registers=None if registers is None else 80)
     return Configs(step, step_q, step_kv, forward_group, backward_group)
 
 
@@ -285,17 +299,8 @@ def run_backward(
 
 
 def _power(tokens: int) -> int:
-    """The next power of two, at least the 16 of a matrix instruction."""
+    """Return the next power of two, at least the 16 of a matrix instruction."""
     return max(16, 1 << (tokens - 1).bit_length())
-
-
-@cache
-def _capability(device: torch.device) -> int:
-    """90 for Hopper; the interpreter takes the same configurations."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def _region(s_r: int, s_c: int, scope: str, grouping: str) -> Region:
@@ -303,7 +308,7 @@ def _region(s_r: int, s_c: int, scope: str, grouping: str) -> Region:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """The tensor itself where the kernels can read it in place: 16-byte steps, 32-bit offsets inside an image."""
+    """Return `x` if the kernels can read it in place (16-byte steps, 32-bit offsets inside an image), else a copy."""
     unit = 16 // x.dtype.itemsize
     steps = [s for s, n in zip(x.stride()[:4], x.shape[:4], strict=True) if n > 1]
     aligned = x.stride(4) == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 for s in steps)
@@ -323,14 +328,14 @@ def _fake(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, s_r: int, s_c: int, scope: str, grouping: str
 ) -> tuple[Tensor, Tensor]:
-    """Output, (b, h, w, heads, d), and logarithms in base 2 of the sums of exponentials, (b, heads, h*w) by groups."""
+    """Return the output, (b, h, w, heads, d), and log2 of the sums of exponentials, (b, heads, h*w) by groups."""
     b, h, w, heads, _ = q.shape
     out = q.new_empty(q.shape)
     lse = q.new_empty((b, heads, h * w), dtype=torch.float32)
     if q.numel():
         plan = plan_of(q.shape, q.dtype, s_r, s_c, scope, grouping)
         inputs = _readable(q), _readable(k), _readable(v)
-        run_forward(plan, choose(plan, _capability(q.device)), inputs, out, lse)
+        run_forward(plan, choose(plan, capability(q.device)), inputs, out, lse)
     return out, lse
 
 
@@ -351,12 +356,12 @@ def attention_backward(
     scope: str,
     grouping: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for the gradient `g` of the output."""
+    """Return the gradients of q, k and v for the gradient `g` of the output."""
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     if not q.numel():
         return dq, dk, dv
     plan = plan_of(q.shape, q.dtype, s_r, s_c, scope, grouping)
-    configs = choose(plan, _capability(q.device))
+    configs = choose(plan, capability(q.device))
     inputs = tuple(_readable(x) for x in (g, q, k, v))
     saved = out.contiguous(), lse.contiguous()
     if not plan.pale:
@@ -384,7 +389,7 @@ differentiate("triton_attention", _backward, _save)
 
 
 def pairs(shape: tuple[int, ...], s_r: int, s_c: int, scope: str, grouping: str) -> int:
-    """Query-key pairs of a call; the two calls of scope `pale` meet tokens that stand in one pale twice."""
+    """Return the query-key pairs of a call; the two calls of scope `pale` count a token with two places twice."""
     b, h, w, heads, _ = shape
     region = _region(s_r, s_c, scope, grouping)
     if region.scope != "pale":

@@ -1,10 +1,9 @@
-"""Mask R-CNN with results of a fixed size, for exporters: the same arithmetic without tables that grow and shrink.
+"""Mask R-CNN with outputs of a fixed size, for export: the same computation with tensors of constant shape.
 
-Between a detector's steps, the number of boxes depends on the picture. Tracers and ONNX runtimes can follow that
-in part only, so here every step keeps a fixed number of places, and those without a box have a score below all
-others: the best of each level, the proposals, the candidates for an object, the objects. Suppression (NMS) marks
-places in place of choosing them. A region of interest is asked of every level, as an empty one where the level is
-not its own.
+The number of boxes between the stages of a detector depends on the image, which tracers and ONNX runtimes support only
+in part. Here every stage keeps a fixed number of slots: the best of each level, the proposals, the candidates, the
+objects. Empty slots have a score below all others. NMS marks slots instead of selecting them. Each region is pooled
+from every level, as an empty region unless it is the region's own level.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import nms, roi_align
 
-from .mask_rcnn import FINEST_SCALE, MaskRCNN, PyramidRoIAlign
+from .model import FINEST_SCALE, MaskRCNN, PyramidRoIAlign
 
-CANDIDATES = 2000  # (region, class) pairs among which objects are chosen; beyond these a picture would be full
-LEAST_SIDE = {"proposal": 1e-3, "object": 1e-2}  # torchvision's
+CANDIDATES = 2000  # (region, class) pairs before the last NMS
+MIN_SIDE = {"proposal": 1e-3, "object": 1e-2}  # as in torchvision
 PADDED_TO = 32
 NAMES = ("boxes", "scores", "labels", "masks")
 
@@ -25,8 +24,8 @@ NAMES = ("boxes", "scores", "labels", "masks")
 class FixedMaskRCNN(nn.Module):
     """One normalised image (1, 3, h, w) -> boxes (n, 4), scores (n,), labels (n,) from 1 on, masks (n, 28, 28).
 
-    n is the largest number of objects; places without one have score 0 and label 0. A detector without masks gives
-    the first three alone.
+    n is the maximum number of objects; empty slots have score 0 and label 0. A detector without masks returns the
+    first three only.
     """
 
     def __init__(self, model: MaskRCNN) -> None:
@@ -34,7 +33,7 @@ class FixedMaskRCNN(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """As the class says."""
+        """Return boxes, scores, labels and masks."""
         h, w = images.shape[-2:]
         padded = F.pad(images, (0, -w % PADDED_TO, 0, -h % PADDED_TO))
         edge = torch.stack([_scalar(n, images) for n in (w, h, w, h)])
@@ -50,7 +49,7 @@ class FixedMaskRCNN(nn.Module):
         return boxes, scores, labels, own.sigmoid()
 
     def _proposals(self, maps: list[Tensor], edge: Tensor) -> tuple[Tensor, Tensor]:
-        """The regions, (n, 4), and which places hold one."""
+        """Return the regions, (n, 4), and which slots hold one."""
         rpn = self.model.rpn
         every, codes = rpn.head(maps)
         best = rpn.pre_nms_top_n()
@@ -73,8 +72,8 @@ class FixedMaskRCNN(nn.Module):
             found_scores.append(top.sigmoid())
             levels.append(torch.full_like(top, number))
         boxes, scores = _clipped(torch.cat(found_boxes), edge), torch.cat(found_scores)
-        alive = _large(boxes, LEAST_SIDE["proposal"]) & (scores > 0)
-        scores = _survivors(boxes, scores, alive, torch.cat(levels), rpn.nms_thresh)
+        alive = _large(boxes, MIN_SIDE["proposal"]) & (scores > 0)
+        scores = _suppressed(boxes, scores, alive, torch.cat(levels), rpn.nms_thresh)
         top, place = scores.topk(min(rpn.post_nms_top_n(), len(scores)))
         return boxes[place], top > 0
 
@@ -88,19 +87,19 @@ class FixedMaskRCNN(nn.Module):
         boxes = heads.box_coder.decode_single(codes, regions).reshape(n, classes, 4)
         boxes = _clipped(boxes[:, 1:].reshape(-1, 4), edge)
         scores = torch.where(alive[:, None], logits.softmax(-1)[:, 1:], 0.0).reshape(-1)
-        able = (scores > heads.score_thresh) & _large(boxes, LEAST_SIDE["object"])
+        able = (scores > heads.score_thresh) & _large(boxes, MIN_SIDE["object"])
         scores, place = torch.where(able, scores, 0.0).topk(min(CANDIDATES, n * (classes - 1)))
         boxes, labels = boxes[place], place % (classes - 1) + 1
-        scores = _survivors(boxes, scores, scores > 0, labels.float(), heads.nms_thresh)
+        scores = _suppressed(boxes, scores, scores > 0, labels.float(), heads.nms_thresh)
         scores, place = scores.topk(min(heads.detections_per_img, len(scores)))
         scores, found = scores.clamp(min=0), scores > 0
         return boxes[place] * found[:, None], scores, labels[place] * found
 
 
-def _survivors(
+def _suppressed(
     boxes: Tensor, scores: Tensor, alive: Tensor, kinds: Tensor, overlap: float
 ) -> Tensor:
-    """The scores, -1 where a better box of the same kind overlaps, or nothing is alive."""
+    """Return the scores, -1 where a better box of the same kind overlaps, or the box is not alive."""
     scores = torch.where(alive, scores, -1.0)
     apart = boxes + (kinds * (boxes.max() + 1))[:, None]
     kept = torch.zeros_like(scores).index_fill(0, nms(apart, scores, overlap), 1.0)
@@ -108,7 +107,7 @@ def _survivors(
 
 
 def _pooled(pool: PyramidRoIAlign, maps: list[Tensor], boxes: Tensor) -> Tensor:
-    """`PyramidRoIAlign` of one image, every level asked for every box, most of them empty there."""
+    """Return `PyramidRoIAlign` of one image, computed on every level for every box."""
     size = boxes[:, 2:] - boxes[:, :2]
     scale = size.prod(1).clamp(min=0).sqrt()
     level = (scale / FINEST_SCALE + 1e-6).log2().floor().clamp(0, len(pool.strides) - 1)

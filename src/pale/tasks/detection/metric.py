@@ -1,7 +1,7 @@
-"""COCO's average precision by faster-coco-eval, over boxes and masks; the best and the worst images for the report.
+"""COCO's average precision of boxes and masks by faster-coco-eval, and the best and worst images for the report.
 
-Each process keeps its detections and labels as COCO's json has them, masks as run-length codes; merging is
-putting the lists together.
+Each process keeps its detections and labels in COCO's JSON format, with masks as run lengths; the lists of all
+processes are concatenated.
 """
 
 from __future__ import annotations
@@ -16,32 +16,35 @@ from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
 from ...data import rle
-from ...data.instances import Instances
+from ...data.sources.instances import Instances
+from ...errors import DataError
+from ..base import Batch
+from ..prediction import Json
 
 Kind = Literal["bbox", "segm"]
 FIGURES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 PREFIX: dict[Kind, str] = {"bbox": "box", "segm": "mask"}
-SHOWN = 6  # images at each end
-SURE = 0.3  # score from which on a detection is shown, and counts for an image's own score
+SHOWN = 6  # best images, and worst images
+MIN_SCORE = 0.3  # of detections that are shown, and that count for the score of an image
 
 
 def average_precision(
-    images: Sequence[dict[str, Any]],
-    labels: Sequence[dict[str, Any]],
-    detections: Sequence[dict[str, Any]],
+    images: Sequence[Json],
+    labels: Sequence[Json],
+    detections: Sequence[Json],
     categories: Sequence[int],
     kind: Kind,
 ) -> tuple[dict[str, float], NDArray[np.float64]]:
-    """Figures in per cent, and AP, AP50 and AP75 of each category (k, 3); -1, no number, where there is none of it.
+    """Return the figures in per cent, and AP, AP50 and AP75 of each category (k, 3); NaN without any object.
 
     Args:
         images: "id", "height", "width" of each.
-        labels: COCO's annotations; ids are given here.
+        labels: COCO's annotations; their ids are set here.
         detections: COCO's results.
-        categories: their ids.
+        categories: ids of the categories.
         kind: boxes or masks.
     """
-    rle.codec()  # says what to install
+    rle.codec()  # raises an error if the package is missing
     from faster_coco_eval import COCO, COCOeval_faster
 
     listed = [{"id": c, "name": str(c)} for c in categories]
@@ -69,13 +72,13 @@ def average_precision(
 
 
 class AveragePrecision:
-    """Detects in each image of a batch and keeps what COCO's evaluation needs.
+    """Average precision of the detections in the validation set.
 
     Args:
         names: of the classes.
-        categories: their ids in COCO's json.
+        categories: their ids in COCO's JSON.
         masks: evaluate masks too.
-        image_id: of the images' numbers.
+        image_id: returns the id of an image from its index.
     """
 
     def __init__(
@@ -83,15 +86,15 @@ class AveragePrecision:
     ) -> None:
         self.names, self.categories, self.masks = list(names), list(categories), masks
         self.image_id = image_id
-        self.images: list[dict[str, Any]] = []
-        self.labels: list[dict[str, Any]] = []
-        self.detections: list[dict[str, Any]] = []
+        self.images: list[Json] = []
+        self.labels: list[Json] = []
+        self.detections: list[Json] = []
         self.tables: dict[Kind, NDArray[np.float64]] = {}
-        self.scores: list[dict[str, Any]] = []
+        self.scores: list[Json] = []
 
     @torch.no_grad()
-    def update(self, model: nn.Module, batch: dict[str, Any]) -> None:
-        """Take in a prepared batch of validation images."""
+    def update(self, model: nn.Module, batch: Batch) -> None:
+        """Add the detections of a prepared batch."""
         found = model(ImageList(batch["images"], batch["sizes"]))
         for entry, size, own, key in zip(
             found, batch["sizes"], batch["instances"], batch["keys"], strict=True
@@ -106,11 +109,11 @@ class AveragePrecision:
             self.scores.append({"index": index, "f1": image_score(own, results)})
 
     def state(self) -> Any:
-        """Images, labels, detections, scores of the images."""
+        """Return images, labels, detections, and scores of the images."""
         return self.images, self.labels, self.detections, self.scores
 
     def merge(self, states: Sequence[Any]) -> dict[str, float]:
-        """Figures over all processes."""
+        """Return the figures over all processes."""
         self.images = sorted((i for s in states for i in s[0]), key=lambda image: image["index"])
         place = {image["id"]: image["index"] for image in self.images}
         self.labels, self.detections = (
@@ -124,42 +127,42 @@ class AveragePrecision:
             found, self.tables[kind] = average_precision(
                 self.images, self.labels, self.detections, self.categories, kind
             )
-            # Without objects of a size there is no number to tell.
+            # NaN: there are no objects of this size.
             figures |= {f"{PREFIX[kind]}_{n}": v for n, v in found.items() if v == v}
         if "box_ap" not in figures:
-            raise ValueError("there is no object in the validation set; nothing can be measured")
+            raise DataError("there is no object in the validation set; nothing can be measured")
         return figures | {"images": float(len(self.images))}
 
-    def per_class(self) -> list[dict[str, Any]]:
-        """A row for each class; None where there is no number."""
+    def per_class(self) -> list[Json]:
+        """Return a row for each class, with None for figures that are undefined."""
         count = dict.fromkeys(self.categories, 0)
         for label in self.labels:
             count[label["category_id"]] += not label["iscrowd"]
-        rows: list[dict[str, Any]] = []
+        rows: list[Json] = []
         for i, name in enumerate(self.names):
-            row: dict[str, Any] = {"class": name, "objects": count[self.categories[i]]}
+            row: Json = {"class": name, "objects": count[self.categories[i]]}
             for kind, table in self.tables.items():
                 for column, value in zip(("ap", "ap50", "ap75"), table[i], strict=True):
                     row[f"{PREFIX[kind]}_{column}"] = None if np.isnan(value) else float(value)
             rows.append(row)
         return rows
 
-    def details(self) -> dict[str, Any]:
-        """Class names, the table, the images at both ends with what was found in them."""
-        shown = ends(self.scores)
+    def details(self) -> Json:
+        """Return class names, the table of classes, and the best and worst images with their detections."""
+        shown = best_and_worst(self.scores)
         wanted = {s["index"] for s in shown}
         place = {image["id"]: image["index"] for image in self.images}
-        by_image: dict[int, list[dict[str, Any]]] = {}
+        by_image: dict[int, list[Json]] = {}
         for found in self.detections:
             index = place[found["image_id"]]
-            if index in wanted and found["score"] >= SURE:
+            if index in wanted and found["score"] >= MIN_SCORE:
                 by_image.setdefault(index, []).append(found)
         gallery = [s | {"detections": by_image.get(s["index"], [])} for s in shown]
         return {"classes": self.names, "per_class": self.per_class(), "gallery": gallery}
 
 
-def ends(scores: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The best and the worst, best first."""
+def best_and_worst(scores: list[Json]) -> list[Json]:
+    """Return the best and the worst images, best first."""
     scores = sorted(scores, key=lambda s: (-s["f1"], s["index"]))
     return scores if len(scores) <= 2 * SHOWN else scores[:SHOWN] + scores[-SHOWN:]
 
@@ -170,14 +173,14 @@ def as_results(
     own: tuple[int, int],
     identity: int,
     categories: Sequence[int],
-) -> list[dict[str, Any]]:
-    """What a model found in one image, as COCO's results, in the pixels of the image itself.
+) -> list[Json]:
+    """Return the detections in one image as COCO's results, in pixels of the original image.
 
     Args:
-        found: of the model.
-        size: height and width that the model saw.
-        own: height and width of the image.
-        identity: the image's id.
+        found: output of the model.
+        size: height and width of the model's input.
+        own: height and width of the original image.
+        identity: id of the image.
         categories: id of each class.
     """
     scale = np.array([own[1] / size[1], own[0] / size[0]] * 2)
@@ -186,7 +189,7 @@ def as_results(
     masks = found["masks"].float().cpu().numpy() if "masks" in found else None
     out = []
     for i, (left, top, right, bottom) in enumerate(boxes.tolist()):
-        entry: dict[str, Any] = {
+        entry: Json = {
             "image_id": identity,
             "category_id": categories[labels[i] - 1],
             "bbox": [left, top, right - left, bottom - top],
@@ -194,19 +197,19 @@ def as_results(
         }
         if masks is not None:
             entry["segmentation"] = rle.encode(
-                rle.paste(masks[i : i + 1], boxes[i : i + 1], own)[0]
+                rle.paste_masks(masks[i : i + 1], boxes[i : i + 1], own)[0]
             )
         out.append(entry)
     return out
 
 
-def image_score(own: Instances, results: Sequence[dict[str, Any]]) -> float:
-    """Of one image, 0 to 100: F1 of its detections above `SURE` by boxes of IoU 0.5, whatever the class."""
-    own = own.only(~own.crowd)
-    sure = [r["bbox"] for r in results if r["score"] >= SURE]
-    if not len(own) or not sure:
-        return 100.0 if len(own) == len(sure) else 0.0
-    guesses = np.array(sure)
+def image_score(own: Instances, results: Sequence[Json]) -> float:
+    """Return the score of one image, 0 to 100: F1 of detections above `MIN_SCORE` at IoU 0.5, of any class."""
+    own = own.subset(~own.crowd)
+    boxes = [r["bbox"] for r in results if r["score"] >= MIN_SCORE]
+    if not len(own) or not boxes:
+        return 100.0 if len(own) == len(boxes) else 0.0
+    guesses = np.array(boxes)
     guesses[:, 2:] += guesses[:, :2]
     low = np.maximum(own.boxes[:, None, :2], guesses[None, :, :2])
     high = np.minimum(own.boxes[:, None, 2:], guesses[None, :, 2:])
@@ -218,4 +221,4 @@ def image_score(own: Instances, results: Sequence[dict[str, Any]]) -> float:
         i, j = np.unravel_index(overlap.argmax(), overlap.shape)
         overlap = np.delete(np.delete(overlap, i, 0), j, 1)
         hits += 1
-    return 200.0 * hits / (len(own) + len(sure))
+    return 200.0 * hits / (len(own) + len(boxes))

@@ -1,4 +1,4 @@
-"""A backbone as torchvision's detectors want it: a feature pyramid of equal channels."""
+"""Feature pyramid on a backbone, with the interface that torchvision's detectors expect."""
 
 from __future__ import annotations
 
@@ -16,42 +16,47 @@ from torchvision.ops.feature_pyramid_network import (
     LastLevelP6P7,
 )
 
-from ...layers import LayerNorm2d
-from ..backbones import STRIDES, maps_of
-from ..classification import Model
+from ...model.layers import LayerNorm2d
+from ..backbones import STRIDES, build_backbone
+from ..classification.model import Model
 
 Extra = Literal["pool", "p6p7"]
 
 
-class EverySecond(LastLevelMaxPool):  # type: ignore[misc]
-    """torchvision's pooling, for which torch 2.11 would compile anew for odd and even sizes."""
+class LastLevelSlice(LastLevelMaxPool):  # type: ignore[misc]
+    """Additional level by max pooling with kernel 1 and stride 2; by slicing where that is better.
+
+    torch 2.11 would compile the pooling separately for odd and even sizes. Its gradient has no deterministic algorithm
+    on a GPU, while that of a slice has.
+    """
 
     def forward(
         self, results: list[Tensor], x: list[Tensor], names: list[str]
     ) -> tuple[list[Tensor], list[str]]:
-        """One more level: each second pixel of the last."""
-        if not torch.compiler.is_compiling():
+        """Append every second pixel of the last level."""
+        if not (torch.compiler.is_compiling() or torch.are_deterministic_algorithms_enabled()):
             return super().forward(results, x, names)
         last = results[-1][..., ::2, ::2].clone(memory_format=torch.contiguous_format)
         return [*results, last], [*names, "pool"]
 
 
 class FeaturePyramid(nn.Module):
-    """A backbone of four maps under a feature pyramid (Lin et al., CVPR 2017): torchvision's `BackboneWithFPN`.
+    """A backbone with a feature pyramid (Lin et al., CVPR 2017), as torchvision's `BackboneWithFPN`.
 
-    Each map is normalised first, as Swin and CSWin do for detection. Images of any size: those that a
-    backbone of timm's cannot take are padded right and below, and the maps cut back.
+    Each map is normalised first, as Swin and CSWin do for detection. Images may have any size: for timm models with
+    fixed multiples they are padded right and below, and the maps are cropped.
 
     Args:
-        backbone: gives maps at strides 4, 8, 16, 32.
+        backbone: returns maps at strides 4, 8, 16, 32.
         channels: of each map.
         width: channels of the pyramid.
         multiple: the image is padded to a multiple of this.
-        first: which map is the finest level: 0 for Faster and Mask R-CNN (P2), 1 for RetinaNet and FCOS (P3).
-        extra: "pool": one more level, each second pixel of the last (P6); "p6p7": two, by convolutions.
+        first: index of the map that is the finest level: 0 for Faster and Mask R-CNN (P2), 1 for RetinaNet and FCOS
+            (P3).
+        extra: "pool": one more level, every second pixel of the last (P6); "p6p7": two more, by convolutions.
     """
 
-    apart = True  # `pale.optimize` gives it a dtype of its own: what comes after works in float32
+    apart = True  # `pale.optimize` may change its dtype alone: the heads work in float32
 
     def __init__(
         self,
@@ -65,10 +70,10 @@ class FeaturePyramid(nn.Module):
         super().__init__()
         self.backbone, self.multiple, self.first = backbone, multiple, first
         self.norms = nn.ModuleList(LayerNorm2d(c) for c in channels[first:])
-        top: ExtraFPNBlock = EverySecond() if extra == "pool" else LastLevelP6P7(width, width)
+        top: ExtraFPNBlock = LastLevelSlice() if extra == "pool" else LastLevelP6P7(width, width)
         self.fpn = FeaturePyramidNetwork(list(channels[first:]), width, extra_blocks=top)
         for module in (*self.fpn.inner_blocks.modules(), *self.fpn.layer_blocks.modules()):
-            if isinstance(module, nn.Conv2d):  # mmdetection's
+            if isinstance(module, nn.Conv2d):  # as in mmdetection
                 nn.init.xavier_uniform_(module.weight)
         self.out_channels = width
         self.strides = (*STRIDES[first:], *((64,) if extra == "pool" else (64, 128)))
@@ -89,7 +94,7 @@ class FeaturePyramid(nn.Module):
         return levels
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute the backbone's blocks again in the backward pass."""
+        """Recompute the blocks of the backbone in the backward pass."""
         cast("Any", self.backbone).model.set_grad_checkpointing(enable)
 
 
@@ -102,31 +107,31 @@ def feature_pyramid(
     extra: Extra = "pool",
     **options: Any,
 ) -> FeaturePyramid:
-    """A pyramid on Pale or any hierarchical model of timm's, for any of torchvision's detectors.
+    """Build a pyramid on Pale or any hierarchical timm model, for any detector of torchvision.
 
         FasterRCNN(feature_pyramid("pale_tiny"), 91, ...)
         RetinaNet(feature_pyramid("pale_tiny", first=1, extra="p6p7"), 91)
 
     Args:
         name: of the model.
-        size: of images in training, for models that ask.
+        size: of training images, for models that need it.
         width: channels of the pyramid.
         first: see `FeaturePyramid`.
         extra: see `FeaturePyramid`.
         **options: arguments of the model, by timm's names.
     """
     settings = Model(name=name, options=options)
-    return pyramid_of(settings, size, width, first, extra)
+    return build_pyramid(settings, size, width, first, extra)
 
 
-def pyramid_of(
+def build_pyramid(
     model: Model,
     size: int | tuple[int, int],
     width: int,
     first: int = 0,
     extra: Extra = "pool",
 ) -> FeaturePyramid:
-    """The pyramid of the settings' model."""
-    backbone, channels = maps_of(model, size, "a feature pyramid")
+    """Build the pyramid on the model that the settings name."""
+    backbone, channels = build_backbone(model, size, "a feature pyramid")
     multiple = 1 if model.name.startswith("pale_") else STRIDES[-1]
     return FeaturePyramid(backbone, channels, width, multiple, first, extra)

@@ -1,7 +1,7 @@
-"""Suppression of overlapping boxes (NMS) in many lists at once.
+"""Non-maximum suppression (NMS) of many lists of boxes at once.
 
-torchvision's goes through one list at a time and makes the CPU wait for the GPU after each; a batch of 16 images has 80
-lists of proposals.
+torchvision processes one list at a time and synchronises CPU and GPU after each; a batch of 16 images has 80 lists of
+proposals.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import nms
 
-from ...ops.kernels import AVAILABLE, INTERPRETED, launch
+from ...ops.launching import AVAILABLE, INTERPRETED, launch
 
 MODULE = "pale.tasks.detection.suppression_kernels"
 BITS = 32  # in a word
 
 
-def survivors(boxes: Tensor, alive: Tensor, overlap: float) -> Tensor:
-    """Which boxes stay, (p, k): greedy, from the first, which must be the best, to the last of each list.
+def batched_nms(boxes: Tensor, alive: Tensor, overlap: float) -> Tensor:
+    """Return which boxes are kept, (p, k), by greedy suppression from the first to the last box of each list.
 
     Args:
-        boxes: p lists of k boxes, (p, k, 4), float32.
-        alive: (p, k); one that is not never stays and suppresses nothing.
-        overlap: greatest IoU of two that stay.
+        boxes: p lists of k boxes, (p, k, 4), float32, each sorted by score, best first.
+        alive: (p, k); other boxes are not kept and suppress nothing.
+        overlap: IoU threshold.
     """
     if AVAILABLE and (boxes.is_cuda or INTERPRETED):
-        return by_kernels(boxes, alive, overlap)
+        return nms_by_kernels(boxes, alive, overlap)
     kept = torch.zeros_like(alive)
     for row, some, mine in zip(kept, boxes, alive, strict=True):
         place = mine.nonzero()[:, 0]
@@ -35,8 +35,8 @@ def survivors(boxes: Tensor, alive: Tensor, overlap: float) -> Tensor:
     return kept
 
 
-def by_kernels(boxes: Tensor, alive: Tensor, overlap: float) -> Tensor:
-    """`survivors` by two kernels."""
+def nms_by_kernels(boxes: Tensor, alive: Tensor, overlap: float) -> Tensor:
+    """Compute `batched_nms` with two Triton kernels."""
     p, k = alive.shape
     words = -(-k // BITS)
     boxes = boxes.contiguous()

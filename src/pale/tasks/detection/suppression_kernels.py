@@ -1,4 +1,4 @@
-"""Suppression of overlapping boxes in many lists at once: who overlaps whom in bits, then one walk down each list."""
+"""Kernels of batched NMS: one computes all overlaps as bits, the other goes through each list once."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def load_box(p_boxes, o, m):
-    """The four edges of boxes."""
+    """Load the four coordinates of boxes."""
     p = p_boxes + o.to(tl.int64) * 4
     x0, y0 = tl.load(p, mask=m, other=0.0), tl.load(p + 1, mask=m, other=0.0)
     x1, y1 = tl.load(p + 2, mask=m, other=0.0), tl.load(p + 3, mask=m, other=0.0)
@@ -15,7 +15,7 @@ def load_box(p_boxes, o, m):
 
 @triton.jit(do_not_specialize=["count", "words"])
 def overlap_bits(p_boxes, p_bits, count, words, overlap, BLOCK: tl.constexpr):
-    """For each box of a list (`count` each) a word: which of 32 boxes after it overlap too much with it."""
+    """Store one word per box and 32 candidates: which later boxes of its list of `count` overlap it too much."""
     start = tl.program_id(0) * count
     word = tl.program_id(2)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -28,14 +28,14 @@ def overlap_bits(p_boxes, p_bits, count, words, overlap, BLOCK: tl.constexpr):
     both = tl.maximum(wide, 0.0) * tl.maximum(high, 0.0)
     either = ((a1 - a0) * (b1 - b0))[:, None] + ((c1 - c0) * (d1 - d0))[None, :] - both
     too_much = (both > overlap * either) & (j[None, :] > i[:, None]) & (j < count)[None, :]
-    # Each bit once, so their sum is all of them.
+    # Each bit occurs once, so the sum is the bitwise or.
     found = tl.sum(too_much.to(tl.int32) << bit[None, :], 1)
     tl.store(p_bits + (start + i).to(tl.int64) * words + word, found, mask=i < count)
 
 
 @triton.jit(do_not_specialize=["count", "words"])
 def walk(p_bits, p_gone, count, words, BLOCK: tl.constexpr):
-    """From the best box of a list on: who is not gone lets those that overlap go. `gone` holds a bit a box."""
+    """Go through a list, best box first; each kept box removes those that it overlaps. `gone`: a bit per box."""
     row = tl.program_id(0).to(tl.int64)
     o_w = tl.arange(0, BLOCK)
     m = o_w < words
@@ -45,7 +45,7 @@ def walk(p_bits, p_gone, count, words, BLOCK: tl.constexpr):
     for i in range(count):
         bits = after
         p += words
-        # The next ones are under way while these are looked at; after the last there is room for some.
+        # Prefetch the next row while this one is used; the buffer has one row more than boxes.
         after = tl.load(p, mask=m, other=0)
         mine = tl.sum(tl.where(o_w == i // 32, gone, 0), 0) >> (i % 32)
         gone = tl.where((mine & 1) == 0, gone | bits, gone)

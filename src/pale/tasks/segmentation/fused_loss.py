@@ -1,4 +1,4 @@
-"""The loss of pixels by kernels that never hold the logits of all of them."""
+"""Cross-entropy of pixels by Triton kernels, without storing logits at the size of the masks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...data.masks import IGNORED
-from ...ops.kernels import AVAILABLE, DTYPES, INTERPRETED, launch
+from ...data.sources.class_list import IGNORED
+from ...ops.launching import AVAILABLE, DTYPES, INTERPRETED, launch
 
 MODULE = "pale.tasks.segmentation.loss_kernels"
-MOST_CLASSES = 512  # that a program holds at once
-BLOCK = 1024  # numbers of a program that adds up
+MAX_CLASSES = 512  # a program holds the logits of all classes
+BLOCK = 1024  # elements per program of the reduction
 
 
-def takes(logits: Tensor) -> bool:
-    """Whether the kernels can run."""
+def can_fuse(logits: Tensor) -> bool:
+    """Return whether the kernels can run."""
     here = AVAILABLE and (logits.is_cuda or INTERPRETED)
-    return here and logits.dtype in DTYPES and logits.shape[1] <= MOST_CLASSES
+    return here and logits.dtype in DTYPES and logits.shape[1] <= MAX_CLASSES
 
 
 def pixel_losses(logits: Tensor, masks: Tensor, weights: Tensor | None) -> Tensor:
-    """Cross-entropy of each pixel of masks (b, h, w), 0 where ignored; logits (b, n, h', w') grow to their size."""
+    """Return the cross-entropy of each pixel, 0 where ignored; logits (b, n, h', w') are resized to masks (b, h, w)."""
     return _PixelLosses.apply(logits, masks, weights)
 
 
@@ -58,10 +58,10 @@ class _PixelLosses(torch.autograd.Function):
 def _launch(
     name: str, given: tuple[Tensor, ...], maps: Tensor, masks: Tensor, weights: Tensor | None
 ) -> None:
-    """One of the kernels with a program for each cell, or for several side by side."""
+    """Launch a kernel with one program per cell, or per group of neighbouring cells."""
     b, h, w, n = maps.shape
     block = max(16, 1 << (n - 1).bit_length())
-    cells = max(1, 256 // block)  # what a warp, which needs no barriers, holds well
+    cells = max(1, 256 // block)  # as many as fit in the registers of one warp
     launch(
         MODULE,
         name,

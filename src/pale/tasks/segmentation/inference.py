@@ -1,386 +1,281 @@
-"""From an image to its classes: whole or by sliding windows, at several scales, flipped, in bounded memory.
-
-For each scale, and again for the image flipped, the logits of the scaled image are brought to the size
-of the image (bilinear) and turned into probabilities; their mean decides. Overlapping windows are
-averaged as logits. All as in mmsegmentation.
-
-By windows, nothing of the size of image x classes is ever held, nor a scaled or flipped copy of the image: each
-window is scaled from the image itself. A `Map` gives a block of logits when it is asked for one. Of a single
-look, blocks are asked for from top to bottom, one band of columns after the other, and the map keeps the rows
-of windows that the next block needs. Of several looks, each gives a block in turn and keeps nothing: windows at
-the edge of a block run again for the next one, which costs time, but ten looks need no more memory than one.
-"""
+"""Inference of a segmenter, and its result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
-from ...data.mask_transforms import fit
-from ...data.transforms import normalise
-from ...settings import Settings
-from .scaling import scaled_part
+from ...core.settings import vary
+from ...data import rle
+from ...data.sources.class_list import ClassList, Colour, Labels, palette
+from ...data.transforms.images import to_tensor
+from ..dense_pipeline import DensePipeline, is_number_list, require_classes
+from ..memory import ARRAY, JPEG_OUT, LABELS, PNG_OUT, RGB, resizing
+from ..pipeline import ExportGraph, Options, parts
+from ..prediction import ArraySpec, Json, Prediction, Region, drawable
+from .draw import add_legend, indexed, overlay, pixel_counts
+from .model import UperNet
+from .segmenter import MULTI_SCALES, Inference, Segmenter, resize_image
 
 
-class Inference(Settings):
-    """How an image is segmented; the defaults are single-scale on ADE20K.
+@dataclass(frozen=True)
+class Segmented(Prediction):
+    """The class of every pixel.
 
     Attributes:
-        mode: the image in one piece, or by windows.
-        window: height and width of a window.
-        stride: from one window to the next.
-        short: the short side is brought to this, before `scales`; none: it stays.
-        long: unless the long side would exceed this.
-        scales: factors, one for each look.
-        flip: look at each scale again, left for right.
-        windows: how many at a time.
-        memory_mb: for logits; less makes more and smaller blocks.
+        labels: class numbers, (h, w), uint8.
+        classes: names, by number.
+        colours: likewise.
     """
 
-    mode: Literal["whole", "slide"] = "whole"
-    window: int = Field(default=512, ge=16)
-    stride: int = Field(default=341, ge=1)
-    short: int | None = Field(default=512, ge=16)
-    long: int | None = Field(default=2048, ge=16)
-    scales: tuple[float, ...] = Field(default=(1.0,), min_length=1)
-    flip: bool = False
-    windows: int = Field(default=4, ge=1)
-    memory_mb: int = Field(default=1024, ge=1)
-
-    @model_validator(mode="after")
-    def _sensible(self) -> Inference:
-        if self.stride > self.window:
-            raise ValueError(
-                f"stride must not exceed window, or pixels are never seen, got {self.stride} and {self.window}"
-            )
-        if min(self.scales) <= 0:
-            raise ValueError(f"scales must be above 0, got {self.scales}")
-        return self
-
-    def told(self) -> str:
-        """What is done, in a line."""
-        how = "whole image"
-        if self.mode == "slide":
-            how = f"windows of {self.window} every {self.stride}"
-        bounds = [f"short side {self.short}"] if self.short else []
-        bounds += [f"long side at most {self.long}"] if self.long else []
-        size = ", ".join(bounds) or "own size"
-        scales = ", ".join(f"{s:g}" for s in self.scales)
-        return f"{how}, {size}, scale {scales}, {'with' if self.flip else 'no'} flip"
-
-
-MULTI_SCALES = (0.75, 1.0, 1.25, 1.5, 1.75)
-
-
-class Map(Protocol):
-    """Logits, (classes, h, w), of which blocks can be had."""
+    labels: Labels
+    classes: Sequence[str]
+    colours: Sequence[Colour]
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Height and width."""
+    def shares(self) -> dict[str, float]:
+        """Per cent of the pixels by class name, the largest first; absent ones are left out."""
+        counts = pixel_counts(self.labels, len(self.classes))
+        order = np.argsort(-counts, kind="stable")
+        return {self.classes[i]: float(100 * counts[i] / counts.sum()) for i in order if counts[i]}
 
-    def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
-        """(classes, bottom - top, right - left)."""
+    def plain(self) -> Json:
+        """Return name and size of the image, and the shares of the classes."""
+        colour_of = dict(zip(self.classes, self.colours, strict=True))
+        shares = [
+            {"class": name, "share": share, "colour": list(colour_of[name])}
+            for name, share in self.shares.items()
+        ]
+        return self.header() | {"classes": shares}
+
+    def regions(self) -> list[Region]:
+        """Return the pixels of each class that occurs."""
+        found = [int(v) for v in np.unique(self.labels) if v < len(self.classes)]
+        return [
+            Region(self.classes[v], None, None, rle.encode((self.labels == v).astype(np.uint8)))
+            for v in found
+        ]
+
+    def words(self) -> str:
+        """Return classes and per cent of the pixels."""
+        return ", ".join(f"{name} {share:.1f} %" for name, share in self.shares.items())
+
+    def rows(self) -> list[Json]:
+        """Return one row for each class that occurs."""
+        image = {"picture": self.name}  # kept name
+        return [
+            image | {"class": name, "share": f"{share:.4f}"} for name, share in self.shares.items()
+        ]
+
+    def arrays(self, classes: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Return the class indices of the pixels."""
+        return {"mask": self.labels}
+
+    def draw(self) -> Image.Image:
+        """Return the image blended with the colours of its classes, and the names of those that occur."""
+        drawn = overlay(drawable(self.image), self.labels, self.colours)
+        colours = dict(zip(self.classes, self.colours, strict=False))
+        return add_legend(drawn, {name: colours[name] for name in self.shares if name in colours})
+
+    def mask(self) -> Image.Image:
+        """Return a palette image: pixels are class numbers."""
+        return indexed(self.labels, self.colours)
 
 
-@dataclass
-class Held:
-    """Logits in memory."""
+class FullSize(nn.Module):
+    """A model whose logits have the size of the image."""
 
-    logits: Tensor
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width."""
-        return self.logits.shape[1], self.logits.shape[2]
-
-    def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
-        """A slice."""
-        return self.logits[:, top:bottom, left:right]
-
-
-@dataclass
-class Resized:
-    """Another map at another size: bilinear, corners not aligned, equal to `F.interpolate` of all of it."""
-
-    source: Map
-    size: tuple[int, int]
-
-    def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
-        """Interpolated from the part of the source that it needs."""
-        if self.source.size == self.size:
-            return self.source.block(top, bottom, left, right)
-        y0, y1, y = _neighbours(top, bottom, self.source.size[0], self.size[0])
-        first, last = int(y0[0]), int(y1[-1]) + 1
-        whole = (left, right) == (0, self.size[1])
-        x0, x1, x = _neighbours(left, right, self.source.size[1], self.size[1])
-        start, end = (0, self.source.size[1]) if whole else (int(x0[0]), int(x1[-1]) + 1)
-        part = self.source.block(first, last, start, end)
-        y0, y1, x0, x1 = (
-            i.to(part.device) for i in (y0 - first, y1 - first, x0 - start, x1 - start)
+    def forward(self, images: Tensor) -> Tensor:
+        """(b, 3, h, w) -> (b, classes, h, w)."""
+        return F.interpolate(
+            self.model(images), images.shape[-2:], mode="bilinear", align_corners=False
         )
-        rows = part.index_select(1, y0).lerp_(part.index_select(1, y1), y.to(part)[:, None])
-        del part  # where it is not held elsewhere, it is the largest
-        if whole:  # the usual case, and much faster on a CPU
-            size = (bottom - top, right)
-            return F.interpolate(rows[None], size, mode="bilinear", align_corners=False)[0]
-        return rows.index_select(2, x0).lerp_(rows.index_select(2, x1), x.to(rows))
 
 
-def _neighbours(start: int, end: int, of: int, to: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For pixels of the resized axis: the pixel before, the one after, and the share of the latter."""
-    at = ((torch.arange(start, end, dtype=torch.float64) + 0.5) * (of / to) - 0.5).clamp(min=0)
-    before = at.floor().long().clamp(max=of - 1)
-    return before, (before + 1).clamp(max=of - 1), at - before
+@dataclass(frozen=True, kw_only=True)
+class SegmentationPipeline(DensePipeline):
+    """Inference of a segmenter.
 
-
-@dataclass
-class Flipped:
-    """Another map, left for right."""
-
-    source: Map
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width."""
-        return self.source.size
-
-    def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
-        """The mirrored block, mirrored."""
-        w = self.size[1]
-        return self.source.block(top, bottom, w - right, w - left).flip(-1)
-
-
-def starts(size: int, window: int, stride: int) -> list[int]:
-    """Where windows begin: every `stride`, the last one moved back inside."""
-    if size <= window:
-        return [0]
-    count = -(-(size - window) // stride) + 1
-    return [min(i * stride, size - window) for i in range(count)]
-
-
-class Sliding:
-    """Mean logits of overlapping windows over the scaled image, row of windows after row of windows.
-
-    Args:
-        model: gives the logits of a window.
-        image: not yet scaled.
-        size: height and width to scale it to.
-        flip: look at it left for right.
-        how: windows.
-        keep: rows of windows that a block does not need, for the next block below; another band of columns
-            begins again at the top.
+    Attributes:
+        test: how an image is segmented.
+        colours: of the classes.
     """
 
-    def __init__(
+    kind: ClassVar[str] = "segmentation"
+    options: ClassVar[frozenset[str]] = frozenset({"own_size", "slide", "multi"})
+    question: ClassVar[str] = "Which pixels?"
+    counted: ClassVar[str] = "pixels"
+    score_label: ClassVar[str] = "share of pixels"
+    has_mask: ClassVar[bool] = True
+
+    test: Inference = field(default_factory=lambda: Inference(short=None, long=None))
+    colours: tuple[Colour, ...] = ()
+
+    @classmethod
+    def from_recipe(
+        cls, recipe: Any, about: Mapping[str, Any], source: str, *, trusted: bool
+    ) -> Self:
+        """Return the pipeline of weights; classes and colours come from the header or the data of the recipe."""
+        names = tuple(about.get("classes") or ())
+        known, colours = names, _colours(about, len(names))
+        # A recipe that lists the classes itself names no file to be read.
+        if trusted or (not colours and isinstance(recipe.data.classes, tuple)):
+            known, colours = _listed(recipe)
+        classes = require_classes(names or known, source)
+        if known != classes or not colours:
+            colours = tuple(palette(len(classes)))
+        return cls(classes=classes, test=recipe.test, colours=colours)
+
+    def build(self, recipe: Any) -> nn.Module:
+        """Build UperNet with random weights."""
+        settings = vary(recipe.model, weights=None, init=None, new_head=False)
+        model: nn.Module = settings.build(len(self.classes), recipe.augment.crop)
+        return model
+
+    @classmethod
+    def model_name(cls, recipe: Any) -> str:
+        """Return the names of head and backbone."""
+        return f"UperNet on {recipe.model.name}"
+
+    @classmethod
+    def accepts(cls, model: nn.Module) -> bool:
+        """Return whether it is a UperNet."""
+        return isinstance(model, UperNet)
+
+    def with_options(self, options: Options, source: str) -> Self:
+        """Return a copy that segments at the image's own size, by windows, or at several scales."""
+        changes: Json = {"short": None, "long": None} if options.own_size else {}
+        if options.slide:
+            changes["mode"] = "slide"
+        if options.multi:
+            changes |= {"scales": MULTI_SCALES, "flip": True}
+        return replace(super().with_options(options, source), test=vary(self.test, **changes))
+
+    def completed(self, model: nn.Module) -> Self:
+        """Return a copy with names and colours for every class."""
+        made = super().completed(model)
+        return replace(made, colours=self.colours or tuple(palette(len(made.classes))))
+
+    def count_classes(self, model: Any) -> int:
+        """Return the outputs of the classifier."""
+        return int(model.decode.classifier.out_channels)
+
+    @property
+    def bounds(self) -> Inference:
+        """Settings of inference."""
+        return self.test
+
+    @property
+    def scale(self) -> float:
+        """The largest scale."""
+        return max(self.test.scales)
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the image is segmented by windows."""
+        return self.test.mode == "slide"
+
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """Return the image resized as for a single scale."""
+        pixels = to_tensor(image)
+        return resize_image(pixels, self.resized(pixels.shape[1], pixels.shape[2]))
+
+    def prepare(self, image: Image.Image) -> Tensor:
+        """Return the image at its own size: `Segmenter` resizes it, once for each scale."""
+        return to_tensor(image)
+
+    def predict(
         self,
         model: nn.Module,
-        image: Tensor,
-        size: tuple[int, int],
-        flip: bool,
-        how: Inference,
-        keep: bool,
-    ) -> None:
-        self.model, self.image, self.size, self.flip = model, image, size, flip
-        self.how, self.keep = how, keep
-        self.device = next(model.parameters()).device
-        self.h, self.w = (min(how.window, n) for n in self.size)
-        self.tops = starts(self.size[0], how.window, how.stride)
-        self.lefts = starts(self.size[1], how.window, how.stride)
-        self.band = (-1, -1)
-        self._begin((0, 0))
+        tensors: Sequence[Tensor],
+        images: Sequence[Image.Image],
+        names: Sequence[str],
+        batch_size: int,
+    ) -> list[Prediction]:
+        """Return the class of each pixel at the size of each image."""
+        segmenter = Segmenter(model, self.test, len(self.classes))
+        labels = [x for part in parts(tensors, batch_size) for x in segmenter.several(part)]
+        return list(self.postprocess(labels, tensors, images, names))
 
-    def _begin(self, band: tuple[int, int]) -> None:
-        self.band, self.next, self.top = band, 0, 0
-        self.sums: Tensor | None = (
-            None  # (classes + 1, rows, band): logits and how many, from row `top`
-        )
-
-    def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
-        """Run the windows that the block still needs, and forget the rows above it."""
-        if not self.keep or (left, right) != self.band or top < self.top:
-            self._begin((left, right))
-        if self.sums is not None and top > self.top:
-            self.sums = self.sums[:, top - self.top :].clone()
-        self.top = top
-        while self.next < len(self.tops) and self.tops[self.next] < bottom:
-            if self.tops[self.next] + self.h > top:
-                self._row(self.tops[self.next], bottom)
-            self.next += 1
-        assert self.sums is not None
-        sums = self.sums[:, : bottom - top]
-        if self.keep:
-            return sums[:-1] / sums[-1:]
-        self.sums = None
-        return sums[:-1].div_(sums[-1:])
-
-    def _row(self, top: int, bottom: int) -> None:
-        left, right = self.band
-        end = top + self.h if self.keep else min(top + self.h, bottom)
-        for lefts, logits in self._windows(top):
-            for x, coarse in zip(lefts, logits, strict=True):
-                self._grow(len(coarse), (end if self.keep else bottom) - self.top)
-                assert self.sums is not None
-                a, b = max(x, left), min(x + self.w, right)
-                skip = max(0, self.top - top)  # rows that are done with
-                part = self.sums[:, top + skip - self.top : end - self.top, a - left : b - left]
-                part[:-1] += self._enlarged(coarse, skip, end - top, a - x, b - x)
-                part[-1] += 1
-
-    def _enlarged(self, coarse: Tensor, top: int, bottom: int, left: int, right: int) -> Tensor:
-        """A part of a window at full size; a small part of it alone, as a window of many classes is large."""
-        if 2 * (bottom - top) * (right - left) < self.h * self.w:
-            return Resized(Held(coarse), (self.h, self.w)).block(top, bottom, left, right)
-        size = (self.h, self.w)
-        window = F.interpolate(coarse[None], size, mode="bilinear", align_corners=False)[0]
-        return window[:, top:bottom, left:right]
-
-    def _grow(self, classes: int, rows: int) -> None:
-        held = 0 if self.sums is None else self.sums.shape[1]
-        if rows > held:
-            more = torch.zeros(
-                classes + 1, rows - held, self.band[1] - self.band[0], device=self.device
-            )
-            self.sums = more if self.sums is None else torch.cat([self.sums, more], 1)
-
-    def _windows(self, top: int) -> Iterator[tuple[list[int], Tensor]]:
-        """Windows of the row that touch the band: where they begin, and their logits as the model gives them."""
-        left, right = self.band
-        lefts = [x for x in self.lefts if x < right and x + self.w > left]
-        for i in range(0, len(lefts), self.how.windows):
-            some = lefts[i : i + self.how.windows]
-            pixels = torch.stack([self._pixels(top, x) for x in some])
-            yield some, self.model(normalise(pixels)).float()
-
-    def _pixels(self, top: int, left: int) -> Tensor:
-        if self.flip:
-            left = self.size[1] - left - self.w
-        rows, columns = (top, top + self.h), (left, left + self.w)
-        window = scaled_part(self.image, self.size, rows, columns, self.device)
-        return window.flip(-1) if self.flip else window
-
-
-class Segmenter:
-    """A model with its way of looking.
-
-    Args:
-        model: gives logits of normalised images, at a quarter of their size or so.
-        how: the way.
-        classes: how many the model tells apart.
-    """
-
-    def __init__(self, model: nn.Module, how: Inference, classes: int) -> None:
-        self.model, self.how, self.classes = model, how, classes
-        self.device = next(model.parameters()).device
-
-    @torch.no_grad()
-    def __call__(self, image: Tensor) -> Tensor:
-        """The class of every pixel, uint8 (h, w) on the CPU, of a uint8 image (3, h, w)."""
-        h, w = image.shape[1:]
-        return self._decide([Resized(map_, (h, w)) for map_ in self.maps(image)], h, w)
-
-    @torch.no_grad()
-    def several(self, images: Sequence[Tensor]) -> list[Tensor]:
-        """`__call__` of each; those that the model sees at one size in one go, where one look is all."""
-        how = self.how
-        if how.mode == "slide" or how.flip or len(how.scales) > 1:
-            return [self(image) for image in images]
-        own = [(image.shape[1], image.shape[2]) for image in images]
-        seen = [
-            resize_image(x, fit(*s, how.short, how.long, how.scales[0]))
-            for x, s in zip(images, own, strict=True)
+    def postprocess(
+        self,
+        outputs: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        images: Sequence[Image.Image],
+        names: Sequence[str],
+    ) -> list[Segmented]:
+        """Return results from the class numbers of `Segmenter`."""
+        return [
+            Segmented(n, x, labels.numpy(), self.classes, self.colours)
+            for n, x, labels in zip(names, images, outputs, strict=True)
         ]
-        out: list[Tensor] = [torch.empty(0)] * len(images)
-        for size in dict.fromkeys(x.shape[1:] for x in seen):
-            alike = [i for i, x in enumerate(seen) if x.shape[1:] == size]
-            logits = self.model(
-                normalise(torch.stack([seen[i] for i in alike]).to(self.device))
-            ).float()
-            for i, held in zip(alike, logits, strict=True):
-                map_ = Resized(Held(held), (size[0], size[1]))
-                out[i] = self._decide([Resized(map_, own[i])], *own[i])
-        return out
 
-    def _decide(self, maps: list[Resized], h: int, w: int) -> Tensor:
-        out = torch.empty(h, w, dtype=torch.uint8)
-        rows, columns = self.blocks(h, w, len(maps))
-        for left in range(0, w, columns):
-            right = min(left + columns, w)
-            for top in range(0, h, rows):
-                bottom = min(top + rows, h)
-                block = self.scores(maps, top, bottom, left, right)
-                out[top:bottom, left:right] = block.argmax(0).to(torch.uint8).cpu()
-        return out
+    def array_specs(self) -> dict[str, ArraySpec]:
+        """Return the mask at the size of the image."""
+        return {"mask": ArraySpec(np.uint8, ("height", "width"))}
 
-    @torch.no_grad()
-    def probabilities(self, image: Tensor) -> Tensor:
-        """Mean probabilities, (classes, h, w), of an image small enough to hold them."""
-        h, w = image.shape[1:]
-        maps = [Resized(map_, (h, w)) for map_ in self.maps(image)]
-        mean: Tensor = sum(m.block(0, h, 0, w).softmax(0) for m in maps) / len(maps)  # type: ignore[assignment]
-        return mean
+    def export_graph(self, model: nn.Module) -> ExportGraph:
+        """Return the model with logits at the size of the image."""
+        return ExportGraph(FullSize(model))
 
-    def scores(self, maps: list[Resized], top: int, bottom: int, left: int, right: int) -> Tensor:
-        """What is greatest for the class to take: logits of one look, the sum of probabilities of several."""
-        if len(maps) == 1:
-            return maps[0].block(top, bottom, left, right)
-        total = maps[0].block(top, bottom, left, right).softmax(0)
-        for map_ in maps[1:]:
-            total += map_.block(top, bottom, left, right).softmax(0)
-        return total
+    def trace_scores(self, logits: Tensor) -> Tensor:
+        """Return the share of pixels that each class has."""
+        won = logits.argmax(0).flatten()
+        return torch.bincount(won, minlength=len(logits)) / len(won)
 
-    def blocks(self, h: int, w: int, maps: int) -> tuple[int, int]:
-        """Rows and columns of a block, so that what is held stays below the bound.
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of logits at the size of the image, which are computed in blocks."""
+        return self.test.memory_mb * 2**20
 
-        By windows they are no smaller than half a window, or each would run too often, whatever the bound.
-        """
-        numbers = self.how.memory_mb * 2**20 // 4 // (self.classes + 1)
-        if self.how.mode != "slide":
-            return max(1, min(h, numbers // (4 * w))), w
-        least = self.how.window // 2
-        ratio = max(1.0, *(self._scaled(h, w, scale)[0] / h for scale in self.how.scales))
-        if maps == 1:
-            # The map holds up to two windows' height of the band, twice while it grows; the block has a few copies.
-            columns = max(least, numbers // (6 * self.how.window)) / ratio
-            return max(1, int(least / ratio)), min(w, max(1, int(columns)))
-        # A window, the sum of the looks, and of one look its block as scaled and resized by half in two copies.
-        area = max(0, numbers - self.how.window**2) / (1 + ratio**2 + 2 * ratio)
-        columns = min(w, max(least, int(area / min(h, max(least, area**0.5)))))
-        return min(h, max(least, int(area / columns))), columns
+    def limited(self, logits_mb: int) -> Self:
+        """Return a copy with smaller blocks."""
+        return replace(self, test=vary(self.test, memory_mb=logits_mb))
 
-    def _scaled(self, h: int, w: int, scale: float) -> tuple[int, int]:
-        return fit(h, w, self.how.short, self.how.long, scale)
+    def seen_pixels(self, width: int, height: int) -> tuple[int, int]:
+        """Return the pixels of the resized image; by windows, those of the windows that run together."""
+        h, w = self.resized(height, width)
+        if not self.in_pieces:
+            return h * w, h * w
+        window = self.test.window
+        return min(h, window) * min(w, window) * self.test.windows, h * w
 
-    def maps(self, image: Tensor) -> Iterator[Map]:
-        """One for each look, at the size of its scaled image."""
-        h, w = image.shape[1:]
-        for scale in self.how.scales:
-            size = self._scaled(h, w, scale)
-            for flip in (False, True) if self.how.flip else (False,):
-                look = self.slide if self.how.mode == "slide" else self.whole
-                yield Flipped(look(image, size, True)) if flip else look(image, size, False)
-
-    def slide(self, image: Tensor, size: tuple[int, int], flip: bool) -> Map:
-        """The logits of the scaled image, by windows when they are asked for."""
-        only = len(self.how.scales) == 1 and not self.how.flip
-        return Sliding(self.model, image, size, flip, self.how, keep=only)
-
-    def whole(self, image: Tensor, size: tuple[int, int], flip: bool) -> Map:
-        """The logits of the scaled image in one piece."""
-        scaled = resize_image(image, size)
-        scaled = scaled.flip(-1) if flip else scaled
-        logits = self.model(normalise(scaled[None].to(self.device))).float()[0]
-        return Resized(Held(logits), size)
+    def prediction_bytes(
+        self, size: tuple[int, int], scaled: int, output: str, inline_mask: bool, top: int
+    ) -> int:
+        """Return the bytes of image, resized image, and labels or response."""
+        pixels = size[0] * size[1]
+        after = LABELS + {"json": 0, "drawn": RGB + JPEG_OUT, "mask": PNG_OUT}[output]
+        after += PNG_OUT * inline_mask
+        return RGB * pixels + resizing(size, scaled) + max(ARRAY + LABELS, after) * pixels
 
 
-def resize_image(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bilinear with anti-aliasing, uint8 (3, h, w); as Pillow does, which training uses."""
-    if tuple(image.shape[1:]) == size:
-        return image
-    return F.interpolate(image[None], size, mode="bilinear", antialias=True)[0]
+def _listed(recipe: Any) -> tuple[tuple[str, ...], tuple[Colour, ...]]:
+    """Return names and colours in the class list of a recipe's data; none where it cannot be read."""
+    try:
+        listed: ClassList = recipe.data.class_list()
+    except ValueError:
+        return (), ()
+    return tuple(listed.names), tuple(listed.colours)
+
+
+def _colours(about: Mapping[str, Any], count: int) -> tuple[Colour, ...]:
+    """Return the colours in a header; none where they are absent or wrong."""
+    colours = about.get("colours")
+    if not isinstance(colours, list) or len(colours) != count:
+        return ()
+    if not all(is_number_list(colour, 3, 256) for colour in colours):
+        return ()
+    return tuple((r, g, b) for r, g, b in colours)

@@ -1,4 +1,4 @@
-"""Cross-entropy over pixels, with class weights, hard pixels alone, or dice beside it."""
+"""Cross-entropy over pixels, optionally with class weights, hard example mining (OHEM) or dice loss."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ...data.draws import number
-from ...data.masks import IGNORED
-from ...settings import Settings
+from ...core.settings import Settings
+from ...data.seeding import derive_seed
+from ...data.sources.class_list import IGNORED
 from . import fused_loss
 from .resizing import bilinear
 
 
 class Loss(Settings):
-    """What is minimised.
+    """Settings of the loss.
 
     Attributes:
-        auxiliary: weight of the auxiliary head's loss.
-        class_weights: a factor for each class; "balanced": by the root of how rare its pixels are in training.
-        ohem: only pixels whose class got a probability below this count, and at least `ohem_keep` of them an image.
-        ohem_keep: pixels an image.
-        dice: weight of the dice loss, added.
+        auxiliary: weight of the loss of the auxiliary head.
+        class_weights: a factor for each class; "balanced": inverse root of the class's share of the training pixels.
+        ohem: only pixels whose class has a probability below this count, but at least `ohem_keep` per image.
+        ohem_keep: minimum number of pixels per image.
+        dice: weight of the dice loss, which is added.
     """
 
     auxiliary: float = Field(default=0.4, ge=0)
     class_weights: Literal["balanced"] | tuple[float, ...] | None = None
     ohem: float | None = Field(default=None, gt=0, le=1)
-    ohem_keep: int = Field(default=6250, ge=1)  # mmsegmentation's 100000 a batch of 16
+    ohem_keep: int = Field(default=6250, ge=1)  # mmsegmentation has 100000 per batch of 16
     dice: float = Field(default=0.0, ge=0)
 
     @model_validator(mode="after")
@@ -43,7 +43,7 @@ class Loss(Settings):
 
 
 def balanced(pixels: NDArray[np.int64]) -> list[float]:
-    """Weights that fall with the root of a class's share and leave the mean loss as it is; absent ones get 1."""
+    """Return weights by the inverse root of each class's share, with an unchanged mean loss; absent classes get 1."""
     share = pixels / max(1, pixels.sum())
     weights = np.where(share > 0, 1 / np.sqrt(np.maximum(share, 1e-12)), 0)
     weights = weights / max(1e-12, float((share * weights).sum()))
@@ -51,44 +51,44 @@ def balanced(pixels: NDArray[np.int64]) -> list[float]:
 
 
 def pixel_loss(logits: Tensor, masks: Tensor, settings: Loss, weights: Tensor | None) -> Tensor:
-    """The loss of one head: logits (b, n, h', w') are brought to the size of the masks, (b, h, w).
+    """Return the loss of one head; logits (b, n, h', w') are resized to the masks, (b, h, w).
 
-    The sum over labelled pixels is divided by the number of all pixels, as in mmsegmentation: so an
-    image without labels adds nothing, and the loss does not depend on how a batch is shared out.
+    The sum over labelled pixels is divided by the number of all pixels, as in mmsegmentation: an image without labels
+    adds nothing, and the loss does not depend on how a batch is divided among processes.
     """
-    if settings.ohem is None and not settings.dice and fused_loss.takes(logits):
+    if settings.ohem is None and not settings.dice and fused_loss.can_fuse(logits):
         return fused_loss.pixel_losses(logits, masks, weights).mean()
     logits = bilinear(logits.float(), masks.shape[-2:])
     labels = masks.long()
-    pixels = logits.movedim(1, -1).flatten(0, -2)  # whose classes lie side by side
+    pixels = logits.movedim(1, -1).flatten(0, -2)  # contiguous in the classes
     each = F.cross_entropy(
         pixels, labels.flatten(), weights, ignore_index=IGNORED, reduction="none"
     )  # 0 where ignored
     each = each.view_as(labels)
     if settings.ohem is not None:
-        each = each * hard(logits.detach(), labels, settings.ohem, settings.ohem_keep)
+        each = each * ohem_weights(logits.detach(), labels, settings.ohem, settings.ohem_keep)
     loss = each.mean()
     if settings.dice:
         loss = loss + settings.dice * dice_loss(logits, labels)
     return loss
 
 
-def hard(logits: Tensor, labels: Tensor, threshold: float, keep: int) -> Tensor:
-    """1 for pixels to learn from, (b, h, w): the uncertain ones, and at least `keep` labelled ones an image.
+def ohem_weights(logits: Tensor, labels: Tensor, threshold: float, keep: int) -> Tensor:
+    """Return the weights of OHEM, (b, h, w): above 0 for uncertain pixels, at least `keep` labelled ones per image.
 
-    Scaled so that each image counts as if all its labelled pixels did.
+    Weights are scaled so that each image counts as much as with all its labelled pixels.
     """
     labelled = labels != IGNORED
-    sure = logits.softmax(1).gather(1, labels.where(labelled, 0)[:, None])[:, 0]
-    sure = sure.where(labelled, 2.0)
-    least = sure.flatten(1).sort(1).values[:, min(keep, sure[0].numel()) - 1]
-    chosen = (sure <= least.clamp(min=threshold)[:, None, None]) & labelled
+    probability = logits.softmax(1).gather(1, labels.where(labelled, 0)[:, None])[:, 0]
+    probability = probability.where(labelled, 2.0)
+    limit = probability.flatten(1).sort(1).values[:, min(keep, probability[0].numel()) - 1]
+    chosen = (probability <= limit.clamp(min=threshold)[:, None, None]) & labelled
     factor = labelled.flatten(1).sum(1) / chosen.flatten(1).sum(1).clamp(min=1)
     return chosen * factor[:, None, None]
 
 
 def dice_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """1 - dice, mean over the classes that an image holds, then over images."""
+    """Return 1 - dice, averaged over the classes that occur in an image, then over images."""
     labelled = labels != IGNORED
     ones = F.one_hot(labels.where(labelled, 0), logits.shape[1]).movedim(-1, 1) * labelled[:, None]
     chance = logits.softmax(1) * labelled[:, None]
@@ -100,10 +100,10 @@ def dice_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def keep_masks(keys: Tensor, channels: int, rate: float, seed: int, device: torch.device) -> Tensor:
-    """Dropout of whole channels, (b, channels): 0 or 1 / (1 - rate), drawn from (seed, epoch, sample)."""
+    """Return factors for dropout of channels, (b, channels): 0 or 1 / (1 - rate), drawn from (seed, epoch, sample)."""
     rows = []
     for epoch, index in keys.tolist():
-        rng = np.random.default_rng(number(seed, epoch, index, channels))
+        rng = np.random.default_rng(derive_seed(seed, epoch, index, channels))
         rows.append(rng.random(channels) >= rate)
     masks = torch.from_numpy(np.stack(rows)).float() / (1 - rate)
     return masks.to(device)

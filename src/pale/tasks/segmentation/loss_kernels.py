@@ -1,9 +1,10 @@
-"""Cross-entropy of logits that are first made larger, bilinear, without a large map of them in memory.
+"""Cross-entropy of logits after bilinear upsampling, without storing the upsampled logits.
 
-A program has a cell of the small map (or some side by side): the pixels between a place, its right neighbour and the
-two below. Their logits are computed from those four when they are needed, forward and again backward, where the cell
-leaves what its pixels have for each corner; a place then adds up the four cells around it. Maps are (b, h, w, n) in
-any 16 or 32 bit type, pixels (b, H, W); nothing is specialised on a size.
+A program processes one cell of the small map, or a few neighbouring ones: the output pixels between a position, its
+right neighbour and the two below. Their logits are interpolated from these four corners in the forward and again in
+the backward pass. In the backward pass each cell stores the gradient of its four corners, and a second kernel adds the
+four cells around each position. Maps are (b, h, w, n) in any 16 or 32 bit type, pixels (b, rows, columns); nothing is
+specialised on a size.
 """
 
 import triton
@@ -12,17 +13,17 @@ import triton.language as tl
 
 @triton.jit
 def within(place, before, after):
-    """Where places of the large map lie in the small one."""
+    """Return the coordinates of output pixels in the small map."""
     at = (place + 0.5) * (before.to(tl.float32) / after) - 0.5
     return tl.minimum(tl.maximum(at, 0.0), before - 1.0)
 
 
 @triton.jit
 def first_of(cell, before, after):
-    """The first place of the large map that lies in a cell, a row or column of the small one; or in one after it."""
+    """Return the first output pixel at or after a row or column of the small map."""
     guess = tl.ceil((cell + 0.5) * (after.to(tl.float32) / before) - 0.5).to(tl.int32)
     guess = tl.minimum(tl.maximum(guess, 0), after)
-    # By rounding it may be one more or less: what `within` says counts.
+    # Rounding may be off by one: `within` decides.
     guess = tl.where((guess > 0) & (within(guess - 1, before, after) >= cell), guess - 1, guess)
     guess = tl.where((guess < after) & (within(guess, before, after) < cell), guess + 1, guess)
     return tl.where(cell <= 0, 0, tl.where(cell >= before, after, guess))
@@ -30,14 +31,14 @@ def first_of(cell, before, after):
 
 @triton.jit
 def corner(p_logits, row, column, w, o_c, m, N: tl.constexpr):
-    """Logits at places of a row of the small map, (cells, BLOCK_N)."""
+    """Load the logits at positions of a row of the small map, (cells, BLOCK_N)."""
     p = p_logits + (row * w + column).to(tl.int64)[:, None] * N + o_c[None, :]
     return tl.load(p, mask=m, other=0.0)
 
 
 @triton.jit
 def between(b_near, b_far, part):
-    """From one to the other, by a part of the way."""
+    """Interpolate linearly."""
     b_near = b_near.to(tl.float32)
     return b_near + part * (b_far.to(tl.float32) - b_near)
 
@@ -46,7 +47,7 @@ def between(b_near, b_far, part):
 def load_labels(
     p_labels, p_weights, o, m, N: tl.constexpr, IGNORED: tl.constexpr, WEIGHTED: tl.constexpr
 ):
-    """Classes of pixels, and what each of them counts: no number where there is no such class."""
+    """Return the classes of pixels and their weights: 0 where ignored, NaN for an invalid class."""
     label = tl.load(p_labels + o, mask=m, other=IGNORED).to(tl.int32)
     counted = (label >= 0) & (label < N) & (label != IGNORED)
     if WEIGHTED:  # noqa: SIM108
@@ -61,9 +62,9 @@ def cell(
     p_logits, line, block, h, w, columns,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """What a program has: classes, cells, which numbers there are, the logits at the corners, and where pixels are.
+    """Return the data of a program: classes, cells, mask, the logits at the corners, and the columns of its pixels.
 
-    That is the first column of pixels in each cell, the last plus one, and the most of them.
+    The columns are the first in each cell, the last plus one, and the largest number of them.
     """
     o_c, j = tl.arange(0, BLOCK_N), block * BLOCK_J + tl.arange(0, BLOCK_J)
     m = (j < w)[:, None] & (o_c < N)[None, :]
@@ -82,7 +83,7 @@ def loss_forward(
     p_logits, p_labels, p_weights, p_loss, p_sum, h, w, rows, columns,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, IGNORED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Loss of each pixel, and the logarithm of the sum of its exponentials."""
+    """Compute the loss and the log-sum-exp of each pixel."""
     line = tl.program_id(0)  # of all images
     image, i = line // h, line % h
     o_c, j, _, b_00, b_01, b_10, b_11, x_first, x_end, wide = cell(
@@ -110,7 +111,7 @@ def loss_backward(
     p_logits, p_labels, p_weights, p_sum, p_gradient, p_parts, h, w, rows, columns,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, IGNORED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """What the pixels of each cell have for its corners, (b, h, w, 4, n)."""
+    """Compute the gradient of the corners of each cell, (b, h, w, 4, n)."""
     line = tl.program_id(0)
     image, i = line // h, line % h
     o_c, j, m, b_00, b_01, b_10, b_11, x_first, x_end, wide = cell(
@@ -132,7 +133,7 @@ def loss_backward(
             o = (image * rows + y).to(tl.int64) * columns + x
             label, weight = load_labels(p_labels, p_weights, o, m_x, N, IGNORED, WEIGHTED)
             part = weight * tl.load(p_gradient + o, mask=m_x, other=0.0)
-            # Where there is no pixel, the part is 0, and this must be a number.
+            # Outside the cell the gradient is 0, and this must be finite.
             b_sum = tl.load(p_sum + o, mask=m_x, other=1e30)
             b_p = tl.exp(between(b_left, b_right, dx[:, None]) - b_sum[:, None])
             b_p -= (o_c[None, :] == label[:, None]).to(tl.float32)
@@ -151,9 +152,9 @@ def loss_backward(
 
 @triton.jit(do_not_specialize=["h", "w"])
 def loss_gather(p_parts, p_result, h, w, N: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of the small map: at each place, what the four cells around it have for it."""
+    """Add the gradients of the four cells around each position of the small map."""
     line = tl.program_id(0)
-    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # place and class
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # position and class
     j, c = o // N, o % N
     i = line % h + tl.zeros_like(j)
     p = p_parts + (line.to(tl.int64) * w + j) * (4 * N) + c

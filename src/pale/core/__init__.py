@@ -1,0 +1,1 @@
+"""Settings, console output, progress and escaping."""

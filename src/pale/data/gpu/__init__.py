@@ -1,0 +1,1 @@
+"""Decoding and augmentation on the device."""

@@ -1,0 +1,260 @@
+"""Images that are decoded by the training device or kept in its memory, and datasets of augmentation plans for them.
+
+`augment.augment_batch` applies the plans to the images of a batch.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import ExifTags
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.io import ImageReadMode, decode_jpeg
+
+from ...core.progress import Track, no_progress
+from ...ops.launching import AVAILABLE
+from ..loader import Sample, collate_labels, usable_cores
+from ..reading import open_image, require_few_scans
+from ..seeding import derive_seed, seeded
+from ..sources.images import ImageSource
+from ..stream import Key
+from ..transforms.images import to_tensor
+from .plans import ImagePlan, Planner, batch_plans
+
+SAMPLED_FILES = 50  # files that are inspected before the device is chosen as decoder
+# Mean pixels per image: decoding takes 6 MB, a training step about 50 MB per image.
+MAX_MEAN_PIXELS = 2**20
+MAX_BYTES = 32 * 2**30  # of decoded images; small datasets have less, large GPUs have more memory
+
+
+@dataclass
+class PackedImages:
+    """Images of different sizes in one tensor.
+
+    Attributes:
+        flat: uint8, (3, pixels of all images).
+        starts: index of the first pixel of each image.
+        widths: width of each image.
+    """
+
+    flat: Tensor
+    starts: Tensor
+    widths: Tensor
+
+    def to(self, device: torch.device) -> PackedImages:
+        """Return the images on a device."""
+        return PackedImages(*(x.to(device) for x in (self.flat, self.starts, self.widths)))
+
+
+def pack_images(images: Sequence[Tensor]) -> PackedImages:
+    """Pack images (3, h, w) without synchronising with the device."""
+    device = images[0].device
+    areas = [image.shape[1] * image.shape[2] for image in images]
+    starts = torch.tensor([0, *accumulate(areas[:-1])])
+    widths = torch.tensor([image.shape[2] for image in images])
+    flat = torch.cat([image.flatten(1) for image in images], 1)
+    return PackedImages(flat, *(x.to(device, non_blocking=True) for x in (starts, widths)))
+
+
+class DecodedImages:
+    """All images of a source, decoded.
+
+    Args:
+        source: the images.
+        max_bytes: memory limit of the decoded images.
+        track: shows progress.
+    """
+
+    def __init__(
+        self, source: ImageSource, max_bytes: int = MAX_BYTES, track: Track = no_progress
+    ) -> None:
+        def read_pixels(i: int) -> Tensor:
+            # Copied by NumPy: in PyTorch each of these threads would start further threads.
+            return torch.from_numpy(np.asarray(source.image(i)).transpose(2, 0, 1).copy())
+
+        found: list[Tensor] = []
+        total = 0
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            reading = pool.map(read_pixels, range(len(source)))
+            for image in track(reading, "reading images", len(source)):
+                total += image.nbytes
+                if total > max_bytes:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise ValueError(
+                        f"data.on_device=pictures keeps all images in memory, at most {max_bytes / 2**30:.3g} GiB, and "
+                        f"the first {len(found)} of {len(source)} take that much; set data.on_device=decoding, or "
+                        "shrink the images"
+                    )
+                found.append(image)
+        self.sizes = np.array([image.shape[1:] for image in found])  # height, width
+        self.pixels = pack_images(found)
+
+    def to(self, device: torch.device) -> PackedImages:
+        """Move the images to a device, where they stay, and return them."""
+        self.pixels = self.pixels.to(device)
+        return self.pixels
+
+
+@dataclass
+class EncodedBatch:
+    """The files of a batch in one tensor; those that a GPU cannot decode are stored as pixels.
+
+    Attributes:
+        buffer: uint8, the files one after the other.
+        pieces: per image the number of bytes, and the shape (3, h, w) if they are pixels.
+    """
+
+    buffer: Tensor
+    pieces: list[tuple[int, tuple[int, ...] | None]]
+
+    def decode(self, device: torch.device, read_on_cpu: Callable[[int], Tensor]) -> PackedImages:
+        """Decode the images on a device.
+
+        Args:
+            device: a GPU decodes with nvJPEG.
+            read_on_cpu: reads image i of the batch on the CPU, or raises an error that names the file.
+        """
+        parts = self.buffer.split([size for size, _ in self.pieces])
+        files = [i for i, (_, shape) in enumerate(self.pieces) if shape is None]
+        found = [
+            part.view(shape) if shape else part
+            for part, (_, shape) in zip(parts, self.pieces, strict=True)
+        ]
+        try:
+            decoded = decode_jpegs([found[i] for i in files], device) if files else []
+        except RuntimeError:  # does not name the file
+            decoded = [read_on_cpu(i) for i in files]
+        for i, image in zip(files, decoded, strict=True):
+            found[i] = image
+        return pack_images([image.to(device, non_blocking=True) for image in found])
+
+
+def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Decode JPEG files to RGB, (3, h, w) each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchvision announces a move to TorchCodec
+        images: list[Tensor] = decode_jpeg(files, ImageReadMode.RGB, device)
+    return images
+
+
+def can_decode(source: ImageSource, device: torch.device) -> bool:
+    """Return whether the device should decode the files of a source.
+
+    Required are a GPU with nvJPEG and Triton. In a sample of files, nearly all must be plain JPEGs of moderate size: a
+    GPU decodes whole images, whereas a worker sends a small crop.
+    """
+    if device.type != "cuda" or not AVAILABLE:
+        return False
+    sampled = sorted({i * len(source) // SAMPLED_FILES for i in range(SAMPLED_FILES)})
+    files, pixels = [], 0
+    for i in sampled:
+        try:
+            content, (height, width) = read_encoded(source, i)
+        except (OSError, ValueError):  # reported when training reads the file
+            continue
+        pixels += height * width
+        files += [content] if content.ndim == 1 else []
+    if len(files) < 0.9 * len(sampled) or pixels > MAX_MEAN_PIXELS * len(sampled):
+        return False
+    try:
+        return len(decode_jpegs(files[:1], device)) == 1
+    except RuntimeError:
+        return False
+
+
+class PlannedDataset(Dataset[Sample]):
+    """Augmentation plans; the random draws of item (epoch, index) depend on (seed, epoch, index) only.
+
+    Args:
+        source: the images.
+        planner: draws the plans.
+        seed: seed of all draws.
+        sizes: height and width of each image; if None, every item contains its encoded file.
+        token_labels: returns the probabilities and classes for an image index.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        planner: Planner,
+        seed: int,
+        sizes: NDArray[np.int64] | None = None,
+        token_labels: Callable[[int], tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        self.source, self.planner, self.seed, self.sizes = source, planner, seed, sizes
+        self.labels, self.token_labels = list(source.labels), token_labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, key: Key) -> Sample:
+        epoch, index = key
+        content = None
+        if self.sizes is None:
+            content, (height, width) = read_encoded(self.source, index)
+        else:
+            height, width = self.sizes[index].tolist()
+        with seeded(self.seed, epoch, index):
+            plan = self.planner.plan(index, width, height, derive_seed(self.seed, epoch, index))
+        plan.content = content
+        sample = plan, self.labels[index], key
+        if self.token_labels is None:
+            return sample
+        return *sample, *self.token_labels(index), torch.from_numpy(plan.places)
+
+
+def read_encoded(source: ImageSource, index: int) -> tuple[Tensor, tuple[int, int]]:
+    """Return the bytes of a file if a GPU can decode it, otherwise its pixels; and height and width."""
+    content = source.content(index)
+    try:
+        with open_image(io.BytesIO(content)) as image:
+            plain = image.format == "JPEG" and image.mode in ("RGB", "L")
+            rotated = plain and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+            if plain and not rotated:
+                require_few_scans(image)
+                file = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                return file, (image.height, image.width)
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        struct.error,
+    ):
+        pass  # reading it below raises the error with the name of the file
+    pixels = to_tensor(source.image(index)).contiguous()
+    return pixels, (pixels.shape[1], pixels.shape[2])
+
+
+def join_contents(plans: list[ImagePlan]) -> EncodedBatch:
+    """Concatenate the files of a batch; `sample` of each plan becomes the index in the batch."""
+    pieces: list[tuple[int, tuple[int, ...] | None]] = []
+    for i, plan in enumerate(plans):
+        assert plan.content is not None
+        shape = tuple(plan.content.shape) if plan.content.ndim == 3 else None
+        pieces.append((plan.content.numel(), shape))
+        plan.sample = i
+    contents = [plan.content.flatten() for plan in plans if plan.content is not None]
+    return EncodedBatch(torch.cat(contents), pieces)
+
+
+def collate(samples: list[Sample]) -> dict[str, Any]:
+    """Build a batch like `loader.collate`, with a "plan" instead of images, and "files" if the plans contain them."""
+    plans, *others = zip(*samples, strict=True)
+    batch = collate_labels(*others)
+    if plans[0].content is not None:
+        batch["files"] = join_contents(list(plans))
+    return batch | {"plan": batch_plans(list(plans))}

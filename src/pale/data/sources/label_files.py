@@ -1,0 +1,161 @@
+"""Datasets with one label file per image (YOLO, Pascal VOC), read as COCO's JSON holds them.
+
+A reader returns images, objects and categories in memory, in the structure of COCO's JSON, so that training,
+evaluation and checks have one path. What cannot be read is listed with file, line, rule and value: training stops at
+the first, `pale data check` prints all. File names in label files never lead outside the root of the dataset.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ...errors import DataError
+from ..reading import SUFFIXES, display_name, read_bytes
+
+LabelFormat = Literal["yolo", "voc"]
+MAX_LABEL_BYTES = 2**24  # of one label file
+MAX_COORDINATE = 1e7  # pixels
+THREADS = 8  # they wait for the disk
+
+
+@dataclass
+class LabelledImages:
+    """Images of a split with their objects.
+
+    Attributes:
+        origin: file or folder that describes the dataset, for messages.
+        folder: what file names are relative to.
+        content: images, annotations and categories, as in COCO's JSON.
+        problems: what cannot be read: file and line, rule, value.
+    """
+
+    origin: Path
+    folder: Path
+    content: dict[str, Any]
+    problems: list[str] = field(default_factory=list)
+
+    def require_readable(self) -> LabelledImages:
+        """Return the images, or raise the first problem with the number of others."""
+        if self.problems:
+            more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
+            raise DataError(
+                f"{self.problems[0]}{more}; correct the labels, `pale data check` lists all such problems"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class LabelledImage:
+    """One image of a split: the values of its entry, its objects, and what cannot be read."""
+
+    entry: dict[str, Any]
+    objects: Sequence[dict[str, Any]] = ()
+    problems: Sequence[str] = ()
+
+
+def read_labels(
+    form: LabelFormat, root: Path, split: str, whole: bool = False, threads: int = THREADS
+) -> LabelledImages:
+    """Read a split of a dataset.
+
+    Args:
+        form: format of the labels.
+        root: folder of the dataset; for YOLO also its data.yaml.
+        split: name of the split.
+        whole: take all images if the dataset has no such split, for holding out a share of them.
+        threads: that read files.
+    """
+    from .voc import read_voc
+    from .yolo import read_yolo
+
+    read = read_yolo if form == "yolo" else read_voc
+    return read(root, split, whole, threads)
+
+
+def detect_format(root: Path) -> LabelFormat | None:
+    """Return the format that the folders of a dataset look like, or None."""
+    from .voc import looks_like_voc
+    from .yolo import looks_like_yolo
+
+    return "yolo" if looks_like_yolo(root) else "voc" if looks_like_voc(root) else None
+
+
+def collect_images(
+    origin: Path,
+    folder: Path,
+    classes: Sequence[str],
+    images: Sequence[Any],
+    read: Any,
+    threads: int,
+) -> LabelledImages:
+    """Read images with `read(image) -> LabelledImage` in threads and number images, objects and classes from 1."""
+    categories = [{"id": i, "name": name} for i, name in enumerate(classes, start=1)]
+    content: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
+    problems: list[str] = []
+    with ThreadPoolExecutor(threads) as pool:
+        for number, found in enumerate(pool.map(read, images), start=1):
+            content["images"].append({"id": number} | found.entry)
+            for entry in found.objects:
+                identity = len(content["annotations"]) + 1
+                content["annotations"].append({"id": identity, "image_id": number} | entry)
+            problems += found.problems
+    return LabelledImages(origin, folder, content, problems)
+
+
+def find_images(folder: Path) -> list[Path]:
+    """Return all images under a folder, sorted; hidden ones are left out."""
+    found = []
+    for where, folders, names in os.walk(folder):
+        folders.sort()
+        found += [
+            Path(where, name)
+            for name in names
+            if name.lower().endswith(SUFFIXES) and not name.startswith(".")
+        ]
+    return sorted(found)
+
+
+def by_stem(files: Sequence[Path], folder: Path) -> dict[str, Path]:
+    """Return files by their path under a folder without suffix."""
+    found: dict[str, Path] = {}
+    for path in files:
+        stem = os.path.splitext(path.relative_to(folder).as_posix())[0]
+        if stem in found:
+            raise DataError(
+                f"{display_name(found[stem])} and {display_name(path)} have one name, so labels of it are ambiguous; "
+                "rename or remove one"
+            )
+        found[stem] = path
+    return found
+
+
+def inside(path: Path, root: Path) -> Path | None:
+    """Return a path without `..`, or None where it leads out of the root."""
+    try:
+        plain = Path(os.path.normpath(path))
+        return plain if plain.is_relative_to(os.path.normpath(root)) else None
+    except ValueError:
+        return None
+
+
+def read_label_bytes(path: Path) -> bytes:
+    """Return the content of a label file."""
+    try:
+        return read_bytes(path, MAX_LABEL_BYTES)
+    except FileNotFoundError:
+        raise DataError(f"there is no file {display_name(path)}") from None
+    except OSError as error:
+        raise DataError(
+            f"{display_name(path)} cannot be read ({error.strerror or error}); give a regular file of at most "
+            f"{MAX_LABEL_BYTES:,} bytes"
+        ) from None
+
+
+def read_label_text(path: Path) -> str:
+    """Return the text of a label file; a byte order mark is left out."""
+    return read_label_bytes(path).decode("utf-8-sig", "surrogateescape")

@@ -1,0 +1,64 @@
+"""Find image files, and name the files of their results."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..reading import SUFFIXES, display_name
+
+
+def is_image_file(path: Path) -> bool:
+    """Return whether a path is not a folder and has the suffix of an image."""
+    return path.suffix.lower() in SUFFIXES and not path.is_dir()
+
+
+def walk_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Yield the sorted paths, relative to `root`, of all files with these suffixes; hidden files are skipped."""
+    for folder, _, names in sorted(os.walk(root)):
+        inside = os.path.relpath(folder, root)
+        for name in sorted(names):
+            if name.lower().endswith(suffixes) and not name.startswith("."):
+                yield os.path.normpath(os.path.join(inside, name))
+
+
+def find_images(paths: Sequence[Path]) -> list[tuple[Path, str]]:
+    """Return files, and all images in folders, with a unique name for the results of each."""
+    found: list[tuple[Path, Path]] = []
+    for path in paths:
+        if path.is_dir():
+            inside = [f for f in sorted(path.rglob("*")) if is_image_file(f)]
+            found += [(f, f.relative_to(path)) for f in inside]
+        elif path.exists():  # reading it reports what is not a regular file
+            found.append((path, Path(path.name)))
+        else:
+            raise ValueError(f"there is no image or folder {display_name(path)}")
+    if not found:
+        raise ValueError(f"there are no images in {display_name(paths[0])} ({', '.join(SUFFIXES)})")
+    return list(zip([f for f, _ in found], output_names([n for _, n in found]), strict=True))
+
+
+def output_names(names: Sequence[Path]) -> list[str]:
+    """Return a unique name for the results of each file, in linear time.
+
+    The name is that of the file without its suffix; with the suffix if two would be equal (`a.jpg`, `a.png`), and
+    with a number if these are equal, too.
+    """
+    stems = [os.path.splitext(name)[0] for name in names]
+    counts = Counter(stems)
+    taken = {stem for stem, count in counts.items() if count == 1}
+    last: dict[str, int] = {}
+    found = []
+    for name, stem in zip(names, stems, strict=True):
+        if counts[stem] > 1:
+            stem = base = str(name)
+            number = last.get(base, 1)
+            while stem in taken:
+                number += 1
+                stem = f"{base}-{number}"
+            last[base] = number
+            taken.add(stem)
+        found.append(stem)
+    return found

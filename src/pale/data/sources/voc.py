@@ -1,0 +1,383 @@
+"""Pascal VOC: objects in XML files, masks as palette images, splits as lists of names.
+
+| folder | content |
+| --- | --- |
+| JPEGImages | images |
+| Annotations | NAME.xml: size, and a name and a box for each object |
+| SegmentationClass | NAME.png: classes of the pixels, 255 is not labelled |
+| SegmentationObject | NAME.png: number of the object in the XML file, from 1 |
+| ImageSets/Main, ImageSets/Segmentation | SPLIT.txt: a name in each line |
+
+Files beside each other in a folder per split, as Roboflow writes them, are read too. Coordinates are VOC's: pixels
+count from 1 and `xmax`, `ymax` are inside of the box, so that 1, 1, 10, 10 is a box of ten pixels at the corner.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import DataError
+from .. import rle
+from ..decoding import image_size, read_stored_image
+from ..reading import (
+    MAX_PIXELS,
+    MAX_SIDE,
+    UnreadableImageError,
+    display_name,
+    open_image,
+    open_regular,
+)
+from .class_list import IGNORED, ClassEntry, Labels, palette
+from .label_files import (
+    MAX_COORDINATE,
+    LabelledImage,
+    LabelledImages,
+    by_stem,
+    collect_images,
+    find_images,
+    read_label_text,
+)
+from .masks import MaskFiles, MaskKind, read_mask
+from .xml_files import read_xml
+
+VOC_CLASSES = (
+    *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
+    *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa"),
+    *("train", "tvmonitor"),
+)
+VOID = ClassEntry(IGNORED, "void", (224, 224, 192))
+LABEL_MAP = "labelmap.txt"  # of CVAT and Datumaro
+NOT_OBJECTS = ("background", "void", "ignored")
+CORNERS = ("xmin", "ymin", "xmax", "ymax")
+
+
+def looks_like_voc(root: Path) -> bool:
+    """Return whether a folder has VOC's folders."""
+    try:
+        return any((voc_root(root) / name).is_dir() for name in ("Annotations", "ImageSets"))
+    except DataError:
+        return True
+
+
+def voc_root(root: Path) -> Path:
+    """Return the folder that holds VOC's folders: the root, or the only VOC... in it."""
+    if any((root / name).is_dir() for name in ("Annotations", "ImageSets", "SegmentationClass")):
+        return root
+    years = sorted([*root.glob("VOC2*"), *root.glob("VOCdevkit/VOC2*")])
+    if len(years) > 1:
+        raise DataError(
+            f"{root} holds {len(years)} datasets ({years[0].name}, {years[1].name}, ...); set data.root to one of them"
+        )
+    return years[0] if years else root
+
+
+@dataclass(frozen=True)
+class VocFiles:
+    """Files of a split by name: images, and XML files or masks; `folder` is that of the images, under the root."""
+
+    folder: str
+    names: Sequence[str]
+    images: dict[str, Path]
+    labels: dict[str, Path]
+
+
+def find_files(
+    root: Path, split: str, part: str, labels: str, suffixes: Sequence[str], whole: bool
+) -> VocFiles:
+    """Find the files of a split.
+
+    Args:
+        root: of the dataset.
+        split: name of the list, with the folder if it is in another one (Segmentation/train).
+        part: folder of the list in ImageSets.
+        labels: folder of the labels.
+        suffixes: of the labels.
+        whole: take all labels if there is no such split.
+    """
+    folder = root / split
+    if not (root / labels).is_dir() and folder.is_dir():  # images and labels beside each other
+        images = by_stem(find_images(folder), folder)
+        found = by_stem(_find(folder, suffixes), folder)
+        return VocFiles(split, sorted(found), images, found)
+    images = by_stem(find_images(root / "JPEGImages"), root / "JPEGImages")
+    found = by_stem(_find(root / labels, suffixes), root / labels)
+    if not found:
+        raise DataError(
+            f"there are no labels in {root / labels} ({', '.join(suffixes)}), or in {folder} beside the images"
+        )
+    lists = [root / "ImageSets" / f"{split}.txt"]
+    if "/" not in split:
+        lists.insert(0, root / "ImageSets" / part / f"{split}.txt")
+    for path in lists:
+        if path.is_file():
+            words = [line.split() for line in read_label_text(path).splitlines()]
+            names = [word[0] for word in words if word]
+            return VocFiles("JPEGImages", names, images, found)
+    if whole:
+        return VocFiles("JPEGImages", sorted(found), images, found)
+    raise DataError(
+        f"there is no list {lists[0]}, which names the images of the split; name the splits (data.train, data.val), or "
+        "validate on a share of all images: data.hold_out=0.2"
+    )
+
+
+def _find(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    return sorted(
+        Path(where, name)
+        for where, _, names in os.walk(folder)
+        for name in names
+        if name.lower().endswith(tuple(suffixes)) and not name.startswith(".")
+    )
+
+
+def read_voc(root: Path, split: str, whole: bool, threads: int) -> LabelledImages:
+    """Read a split: boxes, and shapes where SegmentationObject has a mask.
+
+    An object marked `difficult` becomes a crowd: never learned, and no mistake when found. An image without an XML file
+    has no objects.
+    """
+    root = voc_root(root)
+    files = find_files(root, split, "Main", "Annotations", (".xml",), whole)
+    classes = object_classes(root, files)
+    number = {name: i for i, name in enumerate(classes, start=1)}
+
+    def read(name: str) -> LabelledImage:
+        image = files.images.get(name)
+        if image is None:
+            return LabelledImage({"file_name": f"{files.folder}/{name}.jpg"})  # reported as missing
+        entry: dict[str, Any] = {"file_name": str(image.relative_to(root))}
+        path = files.labels.get(name)
+        if path is None:
+            return LabelledImage(entry)
+        try:
+            size, objects, problems = parse_annotation(path, number)
+            if not size:
+                w, h = image_size(image)
+                size = {"width": w, "height": h}
+            mask = root / "SegmentationObject" / f"{name}.png"
+            if mask.is_file():
+                add_shapes(objects, mask, (size["height"], size["width"]))
+        except (DataError, UnreadableImageError) as error:
+            return LabelledImage(entry, (), [str(error)])
+        return LabelledImage(entry | size, list(objects.values()), problems)
+
+    if unsafe := [name for name in files.names if ".." in Path(name).parts or name[:1] == "/"]:
+        raise DataError(
+            f"the list of the split {split} names {display_name(unsafe[0])[:200]}; names are those of files in "
+            f"{root / files.folder} without suffix"
+        )
+    return collect_images(root, root, classes, files.names, read, threads)
+
+
+def object_classes(root: Path, files: VocFiles) -> list[str]:
+    """Return the classes of labelmap.txt, or else all names in the XML files of all splits, sorted."""
+    if (root / LABEL_MAP).is_file():
+        named = [entry.name for entry in read_label_map(root / LABEL_MAP)]
+        return [name for name in named if name not in NOT_OBJECTS]
+    paths = list(files.labels.values())
+    if not (root / "Annotations").is_dir():  # splits are folders, which must have the same classes
+        paths = _find(root, (".xml",))
+    found = set()
+    for path in paths:
+        try:
+            found |= {_text(each, "name") for each in read_xml(path).findall("object")}
+        except DataError:  # reported with its split
+            continue
+    found.discard("")
+    if not found:
+        raise DataError(f"no XML file of {root} has an object with a name; is it the right folder?")
+    return sorted(found)
+
+
+def parse_annotation(
+    path: Path, number: dict[str, int]
+) -> tuple[dict[str, int], dict[int, dict[str, Any]], list[str]]:
+    """Return the size of the image if the file has it, the objects as COCO's JSON holds them, and what is wrong.
+
+    Objects have their place in the file as key, from 1.
+    """
+    found = read_xml(path)
+    objects: dict[int, dict[str, Any]] = {}
+    problems = []
+    for place, each in enumerate(found.findall("object"), start=1):
+        where = f"{display_name(path)}, object {place}"
+        name, box = _text(each, "name"), each.find("bndbox")
+        corners = [_number(box, corner) for corner in CORNERS] if box is not None else [None] * 4
+        if name not in number:
+            known = f"there are {', '.join(list(number)[:5])}{', ...' if len(number) > 5 else ''}"
+            problems.append(f"{where}: the class {name[:80]!r} is not listed; {known}")
+            continue
+        if any(corner is None for corner in corners):
+            values = "" if box is None else ", ".join(_text(box, corner)[:20] for corner in CORNERS)
+            problems.append(
+                f"{where}: bndbox needs {', '.join(CORNERS)}, numbers up to {MAX_COORDINATE:g}, got {values!r}"
+            )
+            continue
+        left, top, right, bottom = (float(v) for v in corners if v is not None)
+        w, h = right - left + 1, bottom - top + 1
+        objects[place] = {"category_id": number[name], "bbox": [left - 1, top - 1, w, h]}
+        objects[place]["iscrowd"] = int(_text(each, "difficult") not in ("", "0"))
+        if objects[place]["iscrowd"]:  # the evaluation of masks needs a shape
+            corner = [[left - 1, top - 1, right, top - 1, right, bottom, left - 1, bottom]]
+            objects[place] |= {"segmentation": corner, "area": max(0.0, w) * max(0.0, h)}
+    return _size(found, path), objects, problems
+
+
+def _size(root: Element, path: Path) -> dict[str, int]:
+    size = root.find("size")
+    if size is None:
+        return {}
+    sides = {s: _number(size, s) for s in ("width", "height")}
+    if 0 in sides.values():  # some tools do not know it
+        return {}
+    found = {side: int(v) for side, v in sides.items() if v is not None and v.is_integer()}
+    w, h = found.get("width", 0), found.get("height", 0)
+    if not (0 < w <= MAX_SIDE and 0 < h <= MAX_SIDE and w * h <= MAX_PIXELS):
+        raise DataError(
+            f"{display_name(path)}: the size {_text(size, 'width')[:20]}x{_text(size, 'height')[:20]} is out of "
+            f"range; a side has 1 to {MAX_SIDE:,} pixels, an image {MAX_PIXELS:,}: correct or remove it"
+        )
+    return found
+
+
+def _text(element: Element, tag: str) -> str:
+    return (element.findtext(tag) or "").strip()
+
+
+def _number(element: Element | None, tag: str) -> float | None:
+    try:
+        value = float(_text(element, tag)) if element is not None else math.nan
+    except ValueError:
+        return None
+    return value if abs(value) <= MAX_COORDINATE else None  # NaN is not
+
+
+def add_shapes(objects: dict[int, dict[str, Any]], path: Path, size: tuple[int, int]) -> None:
+    """Add the shapes of SegmentationObject, whose values are the places of the objects in the XML file."""
+    values = object_numbers(path)
+    if values.shape != size:
+        raise DataError(
+            f"{display_name(path)} is {values.shape[1]}x{values.shape[0]}, its image {size[1]}x{size[0]}; both must "
+            "have one size"
+        )
+    for place, entry in objects.items():
+        mask = values == place
+        box = rle.box_of(mask)
+        if box is None:
+            continue
+        left, top, w, h = entry["bbox"]
+        if box[0] >= left + w or box[2] <= left or box[1] >= top + h or box[3] <= top:
+            raise DataError(
+                f"{display_name(path)}: the pixels of object {place} are outside of its box; values are the "
+                "places of the objects in the XML file, from 1"
+            )
+        entry |= {"segmentation": rle.encode(mask.astype(np.uint8)), "area": int(mask.sum())}
+
+
+def object_numbers(path: Path) -> NDArray[Any]:
+    """Return the number of the object of each pixel; colours, as some tools write them, are VOC's palette."""
+    image = read_stored_image(path)
+    pixels = np.asarray(image)
+    if pixels.ndim == 2:
+        return pixels
+    packed = np.asarray(image.convert("RGB")).astype(np.int32) @ np.array([65536, 256, 1], np.int32)
+    colours = {r << 16 | g << 8 | b: i for i, (r, g, b) in enumerate(palette(255), start=1)}
+    known, where = np.unique(packed, return_inverse=True)
+    numbers = np.array([colours.get(int(colour), 0) for colour in known])
+    found: NDArray[Any] = numbers[where].reshape(packed.shape)
+    return found
+
+
+def read_label_map(path: Path) -> list[ClassEntry]:
+    """Read lines `name:r,g,b:parts:actions` of CVAT and Datumaro; without a colour it is that of VOC's palette."""
+    entries: list[ClassEntry] = []
+    colours = [(0, 0, 0), *palette(255)]
+    for number, line in enumerate(read_label_text(path).splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        name, _, rest = line.partition(":")
+        words = rest.partition(":")[0].replace(" ", "").split(",")
+        colour = colours[min(len(entries), 255)]
+        if words != [""]:
+            if len(words) != 3 or not all(
+                w.isascii() and w.isdigit() and int(w) < 256 for w in words
+            ):
+                raise DataError(
+                    f"{path}, line {number}: {','.join(words)[:40]!r} is not a colour; a line is name:r,g,b:: with "
+                    "values from 0 to 255"
+                )
+            colour = (int(words[0]), int(words[1]), int(words[2]))
+        value = IGNORED if name.strip() in ("void", "ignored") else len(entries)
+        entries.append(ClassEntry(value, name.strip(), colour))
+    if not entries:
+        raise DataError(f"{path} lists no classes; a line is name:r,g,b::")
+    return entries
+
+
+def mask_entries(root: Path) -> list[ClassEntry]:
+    """Return the classes of masks: of labelmap.txt, or else VOC's 20, with the background and the border."""
+    root = voc_root(root)
+    if (root / LABEL_MAP).is_file():
+        return read_label_map(root / LABEL_MAP)
+    names = ("background", *VOC_CLASSES)
+    colours = [(0, 0, 0), *palette(len(VOC_CLASSES))]
+    return [*(ClassEntry(i, n, colours[i]) for i, n in enumerate(names)), VOID]
+
+
+class VocMasks(MaskFiles):
+    """Images with the masks of SegmentationClass.
+
+    A palette image is read by its colours where the class list has them, as tools number classes in different orders; a
+    grey image by its values.
+    """
+
+    def mask(self, index: int) -> Labels:
+        """Read a mask."""
+        path = self.pairs[index][1]
+        kind: MaskKind = self.kind
+        if kind == "auto" and self.classes.coloured and _mode(path) == "P":
+            kind = "colour"
+        return read_mask(path, self.classes, kind)
+
+
+def _mode(path: Path) -> str:
+    """Return the mode of an image; "" where it cannot be read, which is reported when it is decoded."""
+    try:
+        with open_regular(path) as file, open_image(file) as image:
+            return str(image.mode)
+    except (OSError, ValueError):
+        return ""
+
+
+def mask_pairs(
+    root: Path, split: str, whole: bool = False, absent: list[str] | None = None
+) -> list[tuple[Path, Path]]:
+    """Return images and masks of a split; images without a mask are an error, or are added to `absent`."""
+    root = voc_root(root)
+    files = find_files(root, split, "Segmentation", "SegmentationClass", (".png",), whole)
+    if missing := [name for name in files.names if name not in files.images]:
+        raise DataError(
+            f"the split {split} names {display_name(missing[0])[:200]}, but there is no such image in "
+            f"{root / 'JPEGImages'}"
+        )
+    bare = [name for name in files.names if name not in files.labels]
+    if absent is not None:
+        absent += [display_name(files.images[name]) for name in bare]
+    elif bare:
+        raise DataError(
+            f"{len(bare)} images of the split {split} have no mask in {root / 'SegmentationClass'}, such as "
+            f"{display_name(bare[0])}; draw them, or remove the names from the list"
+        )
+    pairs = [(files.images[n], files.labels[n]) for n in files.names if n in files.labels]
+    if not pairs:
+        raise DataError(f"the split {split} of {root} has no masks; is it the right dataset?")
+    return pairs

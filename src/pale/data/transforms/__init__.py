@@ -1,0 +1,1 @@
+"""Transforms of images, masks and objects."""

@@ -1,0 +1,1 @@
+"""The Pale Transformer: the model, its cost and its fast paths."""

@@ -1,0 +1,92 @@
+"""Compilation of kernels before the first image, for images of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.block import grids
+from .fused import dtype_of
+from .optimize import FusedBlock, FusedStem
+from .pale_transformer import PaleBlock, PatchMerging
+
+# Widths of maps with one row, whose groups have that many tokens or few. Kernels of the attention differ by the power
+# of two above the size of a group and by its remainder after blocks of 32 and of 64; each kind occurs here.
+WIDTHS = (16, 32, 64, 128, 150, 160, 276, 300, 320)
+
+
+def warm_up(model: nn.Module) -> None:
+    """Compile all kernels that a model can need, whatever the sizes of its images.
+
+    Without it each kernel is compiled (and cached on disk) when it is first needed: most at the first call, some at the
+    first image whose maps are much smaller or larger than before. Useful for a server, or for training at many sizes.
+    Does nothing if no kernels run, as on a CPU.
+
+    Call it as the model will be called: on its device, in training or evaluation mode, under the same autocast, and
+    under `no_grad` or `inference_mode` for inference. Weights, gradients and random numbers stay as they are.
+
+    Args:
+        model: a `PaleTransformer`, the result of `pale.optimize`, or any module that contains one.
+    """
+    parameter = next(model.parameters())
+    like = parameter.new_empty(0)
+    if grids.unsupported(like.to(dtype_of(like)), 16) is not None:
+        return
+    known = set()
+    devices = [like.device] if like.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        for module in model.modules():
+            if (key := _key(module)) is not None and key not in known:
+                known.add(key)
+                for x in _inputs(module, like):
+                    _run(module, x)
+
+
+def _key(module: nn.Module) -> Any:
+    """Return a value that determines the kernels of a module; None for modules without kernels."""
+    if isinstance(module, PaleBlock):
+        cpe, drops = module.cpe is not None, not isinstance(module.drop_path1, nn.Identity)
+        return (
+            PaleBlock,
+            module.attn.region,
+            _channels(module),
+            module.mlp.fc1.out_features,
+            cpe,
+            drops,
+        )
+    if isinstance(module, FusedBlock):
+        fc1 = module.fc1.out_features
+        return FusedBlock, module.attn.region, _channels(module), fc1, module.has_cpe
+    return id(module) if isinstance(module, PatchMerging | FusedStem) else None
+
+
+def _channels(block: PaleBlock | FusedBlock) -> int:
+    return block.norm1.normalized_shape[0]
+
+
+def _inputs(module: nn.Module, like: Tensor) -> Iterator[Tensor]:
+    """Yield inputs with few and many tokens, and groups of all kinds."""
+    many = grids.FEW + 1
+    if isinstance(module, PatchMerging | FusedStem):
+        channels = module.channels if isinstance(module, FusedStem) else module.conv.in_channels
+        stride = module.stride if isinstance(module, FusedStem) else module.conv.stride[0]
+        for columns in (1, many):
+            yield like.new_zeros(1, channels, 1, stride * columns)
+        return
+    assert isinstance(module, PaleBlock | FusedBlock)
+    channels = _channels(module)
+    for width in WIDTHS:
+        yield like.new_zeros(1, 1, width, channels)
+    yield like.new_zeros(-(-many // WIDTHS[-1]), 1, WIDTHS[-1], channels)
+
+
+def _run(module: nn.Module, x: Tensor) -> None:
+    if isinstance(module, PaleBlock):  # the norm before it returns this dtype
+        x = x.to(dtype_of(x))
+    trained = [p for p in module.parameters() if p.requires_grad]
+    y = module(x.requires_grad_(torch.is_grad_enabled()))
+    if y.requires_grad:
+        torch.autograd.grad(y.sum(), [x, *trained], allow_unused=True)

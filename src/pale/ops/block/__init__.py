@@ -1,0 +1,1 @@
+"""Fused operators of a block, without the attention."""

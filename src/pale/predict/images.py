@@ -1,0 +1,136 @@
+"""Turn whatever a user has as an image into an RGB image of Pillow."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from typing import IO, Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from ..data.decoding import decode_image, read_image, to_rgb
+from ..data.reading import (
+    MAX_PIXELS,
+    MAX_SIDE,
+    UnreadableImageError,
+    display_name,
+    open_image,
+    open_regular,
+)
+
+
+@runtime_checkable
+class LazyImage(Protocol):
+    """An image that is fetched when it is its turn, such as one of an archive or an object store."""
+
+    @property
+    def name(self) -> str:
+        """Name in results."""
+
+    def load(self) -> str | os.PathLike[str] | bytes:
+        """Return its path or its content; safe in any thread."""
+
+
+ImageLike = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any] | Tensor
+
+
+def as_image(what: ImageLike, name: str = "image") -> Image.Image:
+    """Return an RGB image: rotated as EXIF says, with transparent pixels blended with white.
+
+    Args:
+        what: a path, a file's bytes, an image of Pillow, an array (h, w), (h, w, 1), (h, w, 3) or (h, w, 4), or a
+            tensor (1, h, w), (3, h, w) or (4, h, w); values are uint8, or floats from 0 to 1.
+        name: for messages.
+    """
+    if isinstance(what, str | os.PathLike):
+        return read_image(what)
+    if isinstance(what, bytes | bytearray | memoryview):
+        return decode_image(io.BytesIO(what), name)
+    if isinstance(what, Image.Image):
+        _require_size(what.size, name)
+        return to_rgb(ImageOps.exif_transpose(what))
+    if isinstance(what, Tensor):
+        if what.dim() != 3 or what.shape[0] not in (1, 3, 4):
+            raise UnreadableImageError(
+                f"{name}: a tensor must be (1, h, w), (3, h, w) or (4, h, w), got {tuple(what.shape)}; "
+                "give several images as a list"
+            )
+        return _from_array(what.detach().cpu().permute(1, 2, 0).numpy(), name)
+    if isinstance(what, np.ndarray):
+        return _from_array(what, name)
+    raise UnreadableImageError(
+        f"{name}: an image must be a path, bytes, an image of Pillow, an array or a tensor, got {type(what).__name__}"
+    )
+
+
+def _from_array(array: NDArray[Any], name: str) -> Image.Image:
+    if array.ndim == 2:
+        array = array[..., None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or 0 in array.shape:
+        raise UnreadableImageError(
+            f"{name}: an array must be (h, w), (h, w, 1), (h, w, 3) or (h, w, 4), got {array.shape}"
+        )
+    _require_size((array.shape[1], array.shape[0]), name)
+    if array.dtype.kind == "f":
+        if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
+            raise UnreadableImageError(
+                f"{name}: floats must be from 0 to 1, got {array.min():g} to {array.max():g}; "
+                "give uint8, or divide by the largest value"
+            )
+        array = (array * 255).round().astype(np.uint8)
+    if array.dtype != np.uint8:
+        raise UnreadableImageError(
+            f"{name}: values must be uint8, or floats from 0 to 1, got {array.dtype}"
+        )
+    pixels = np.ascontiguousarray(array[..., 0] if array.shape[2] == 1 else array)
+    return to_rgb(Image.fromarray(pixels))
+
+
+def _require_size(size: tuple[int, int], name: str) -> None:
+    w, h = size
+    if w * h > MAX_PIXELS or max(size) > MAX_SIDE:
+        raise UnreadableImageError(
+            f"{name}: an image has at most {MAX_PIXELS:,} pixels and sides of at most {MAX_SIDE:,}, got {w}x{h}; "
+            "shrink it or cut it"
+        )
+
+
+def pixel_count(what: ImageLike) -> int:
+    """Return the number of pixels of an image from its header alone; 0 if that cannot be read."""
+    if isinstance(what, np.ndarray | Tensor):
+        return int(np.prod(what.shape)) // 3
+    if isinstance(what, Image.Image):
+        return what.width * what.height
+    try:
+        if isinstance(what, bytes | bytearray | memoryview):
+            return _pixels(io.BytesIO(what))
+        with open_regular(what) as file:
+            return _pixels(file)
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        SyntaxError,
+        LookupError,
+        ArithmeticError,
+        struct.error,
+    ):
+        return 0  # the error is raised when the image is read
+
+
+def _pixels(file: IO[bytes]) -> int:
+    with open_image(file) as image:
+        return image.width * image.height
+
+
+def name_of(image: ImageLike | LazyImage, number: int = 0) -> str:
+    """Return the name of an image in results: its path as valid Unicode, or its number."""
+    if isinstance(image, str | os.PathLike):
+        return display_name(image)
+    if isinstance(image, LazyImage):
+        return image.name
+    return f"image {number}"

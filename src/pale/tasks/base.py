@@ -1,0 +1,255 @@
+"""The complete task, in three objects; nothing outside this package asks which task it has.
+
+`Task` trains and evaluates. A recipe makes it (`recipe.task()`), and making it finds the data. It builds the model,
+the datasets, the loss and the metric, and describes evaluation results for `pale eval` and the report. Facts that
+need no data, such as the names of its figures, are class attributes and class methods.
+
+`Pipeline` (pipeline.py) predicts: preprocessing, forward pass and postprocessing of one image or many, what an
+exported file computes, and what it all costs in memory. It is a frozen dataclass without data and without the
+model, which is an argument of its methods. `Task.pipeline` is its class.
+
+`Prediction` (prediction.py) is the result for one image: as numbers, as JSON, as text, and drawn.
+
+`TASKS` (in `tasks/__init__.py`) lists the task classes by kind; `recipe.kind` is the key. A folder of a task holds
+task.py (`Task`), data.py and model.py (settings and networks), loss.py, metric.py, inference.py (`Pipeline` and
+`Prediction`) and draw.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from ..core.console import Table
+from ..core.numbers import format_number
+from ..core.settings import Settings
+from ..data.sources.identity import DataIdentity, identify
+from ..data.stream import Part
+from .pipeline import Pipeline
+from .prediction import Json
+
+Batch: TypeAlias = dict[str, Any]  # tensors and others by name
+VAL_SEED = 2**31  # of generated validation scenes: beyond every training seed
+
+
+class Metric(Protocol):
+    """Collects results over the validation set on each process; the states of all processes are merged."""
+
+    def update(self, model: nn.Module, batch: Batch) -> None:
+        """Add one prepared batch."""
+
+    def state(self) -> Any:
+        """Return what this process collected, on the CPU."""
+
+    def merge(self, states: Sequence[Any]) -> dict[str, float]:
+        """Return the figures over all processes; percentages are 0 to 100."""
+
+    def details(self) -> Json:
+        """Return what the report shows, as JSON holds it; valid after `merge`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Result of one evaluation protocol.
+
+    Attributes:
+        protocol: its name; "" for the only one of a task.
+        figures: of the metric.
+        metric: that collected them.
+        how: settings of inference, if the task has any.
+        task: that was evaluated.
+        paper: the figures that the paper reports, by name, as far as the recipe has them.
+    """
+
+    protocol: str
+    figures: dict[str, float]
+    metric: Metric
+    how: Settings | None
+    task: Task
+    paper: Mapping[str, float] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """What the training loop and evaluation need; see the module's docstring.
+
+    Attributes:
+        kind: the key in `TASKS`, and `kind` of its recipes.
+        best: the figure by which the best weights of a run are chosen; greater is better.
+        headline: the figures by which weights are judged, with the names that tables and curves show.
+        scores: figures of which the report states the best value.
+        titles: names of figures and of columns of the metric's "per_class" in the report, with the unit after a comma.
+        class_score: the column of "per_class" by which a report compares the classes of several runs.
+        confusion_unit: what the confusion matrix counts.
+        panel_about: what `panel` draws, for the report.
+        pipeline: class of its inference.
+        classes: names of the classes.
+        train_source: training samples as they are stored; None for evaluation alone.
+        notes: messages about data and weights that a run logs at its start.
+        groups: for each training sample the number of its group, where a batch must be of one group.
+    """
+
+    kind: ClassVar[str]
+    best: ClassVar[str]
+    headline: ClassVar[Mapping[str, str]]
+    scores: ClassVar[tuple[str, ...]] = ()
+    titles: ClassVar[Mapping[str, str]] = {}
+    class_score: ClassVar[str] = ""
+    confusion_unit: ClassVar[str] = "images"
+    panel_about: ClassVar[str] = "Image, labels and prediction."
+    pipeline: ClassVar[type[Pipeline]]
+
+    classes: Sequence[str]
+    train_source: Any
+    notes: Sequence[str] = ()
+
+    @property
+    def groups(self) -> NDArray[np.int64] | None:
+        """Groups of the training samples; by default there are none."""
+        return None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Sources of the training samples, with how many of each an epoch takes; by default all are taken once."""
+        return ()
+
+    def phases(self, steps: int) -> Sequence[int]:
+        """Return the steps at which `phase_data` changes, in order, the first of them 0.
+
+        Args:
+            steps: length of the run.
+        """
+        return (0,)
+
+    def phase_data(self, data: Any, step: int, steps: int) -> Any:
+        """Return the training set as it is from a step on, in a run of `steps` steps, from that of `train_data`."""
+        return data
+
+    def data_identity(self) -> DataIdentity:
+        """Return the identity of the training set, by which a resumed run recognises it."""
+        return identify(self.train_source, self.classes)
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Build a new model, and load the weights that the recipe starts from."""
+
+    @abstractmethod
+    def train_data(self, device: torch.device) -> Dataset[Any]:
+        """Return the training set: samples under keys (epoch, index), index below its length.
+
+        Args:
+            device: that trains.
+        """
+
+    @abstractmethod
+    def val_data(self) -> Dataset[Any]:
+        """Return the validation set: samples under keys (0, index)."""
+
+    def collate(self, samples: list[Any]) -> Batch:
+        """Return a batch on the CPU: a dict with tensors, among them "keys" (b, 2); by default samples are stacked."""
+        return default_collate(samples)
+
+    def fetched(self, batch: Batch, device: torch.device) -> Batch:
+        """Do the part of preparing a training batch that can fail, before a step begins."""
+        return batch
+
+    @abstractmethod
+    def prepare(self, batch: Batch, step: int | None) -> Batch:
+        """Normalise a batch on the device, and mix it if `step` is given; draws depend on (seed, step) alone."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss over a prepared batch."""
+
+    @abstractmethod
+    def metric(self, protocol: str = "") -> Metric:
+        """Return a new, empty metric.
+
+        Args:
+            protocol: one of `protocols`; "" is that of validation during training.
+        """
+
+    def val_image(self, index: int) -> Image.Image:
+        """Return an image of the validation set, for a report with the metric's "confident_mistakes" or "gallery"."""
+        raise NotImplementedError(f"{type(self).__name__} has no images for a report")
+
+    def val_name(self, index: int) -> str:
+        """Return the name of a validation sample, for the report."""
+        return str(index)
+
+    def panel(self, entry: Json) -> Image.Image:
+        """Draw an entry of the metric's "gallery", for the report."""
+        return self.val_image(entry["index"])
+
+    @classmethod
+    def figure_title(cls, name: str) -> str:
+        """Return the title of a figure: of one in a group ("pets.top1") with the group, of an unknown one its name."""
+        group, dot, last = name.rpartition(".")
+        title = cls.titles.get(last) or (
+            f"{cls.headline[last]}, %" if last in cls.headline else last
+        )
+        return f"{group}{': ' if title != last else dot}{title}" if group else title
+
+    @classmethod
+    def readable_names(cls, recipe: Any, classes: Sequence[str]) -> Sequence[str]:
+        """Return the names of classes as the report shows them; by default as they are."""
+        return classes
+
+    def described(self) -> Json:
+        """Return what the header of weights holds about the data beside the classes' names, as JSON holds it."""
+        return {}
+
+    def sample_name(self, index: int) -> str:
+        """Return the name of a training sample, for messages."""
+        return str(index)
+
+    def class_counts(self) -> Mapping[str, int]:
+        """Return the number of training images of each class, where an image has one class; else nothing."""
+        return {}
+
+    def protocols(self) -> Mapping[str, Settings | None]:
+        """Return the ways of evaluation by name, with their settings."""
+        return {"": None}
+
+    @classmethod
+    def evaluation_batch(cls, asked: int) -> int:
+        """Return how many images `pale eval` evaluates at a time if the user asks for `asked`."""
+        return asked
+
+    @classmethod
+    def listed_classes(cls, recipe: Any) -> Sequence[str] | None:
+        """Return the class names of a recipe's data for weights that name none; None: read the training set."""
+        return None
+
+    def summary(self, found: Evaluated) -> str:
+        """Return one line with the figures, for `pale eval`."""
+        figures = [f"{name} {format_number(value)}" for name, value in found.figures.items()]
+        return ", ".join(figures) + paper_note(found, self.best)
+
+    def as_json(self, found: Sequence[Evaluated]) -> Json:
+        """Return what `pale eval --json` prints."""
+        return dict(found[0].figures)
+
+    def tables(self, found: Sequence[Evaluated]) -> list[Table]:
+        """Return the tables that `pale eval` prints after the summaries."""
+        return []
+
+    def write_evaluation(self, found: Sequence[Evaluated], folder: Path) -> str:
+        """Write the files of `pale eval --output`; returns their names, "" where there are none."""
+        return ""
+
+
+def paper_note(found: Evaluated, figure: str) -> str:
+    """Return " (the paper: 83.4)" where the paper reports this figure."""
+    value = found.paper.get(figure)
+    return "" if value is None else f" (the paper: {value:g})"

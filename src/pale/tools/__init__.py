@@ -1,0 +1,1 @@
+"""Doctor, model information, features and probes, teachers, published weights."""

@@ -1,0 +1,84 @@
+"""Publish weights: packed small for a package, or as a folder that timm and the Hugging Face hub read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..errors import SettingsError
+from ..recipes.files import recipe_to_yaml
+from ..recipes.schema import Recipe
+from ..recipes.stored import stored_recipe
+from ..weights import zoo
+from ..weights.read import Weights, load_weights
+from ..weights.write import save_weights
+
+# Paths of the machine that trained: private, and wrong elsewhere.
+PATHS = ("data.root", "model.weights", "model.init", "token_labels.store")
+
+
+def read(
+    source: Path, recipe: str | None = None, folder: Path | None = None
+) -> tuple[Weights, Recipe]:
+    """Return weights of a run, a file, or a name in the folder's index, and their recipe without paths."""
+    if not source.exists():
+        source = zoo.find_file(str(source), folder) or source
+    weights = load_weights(source)
+    return weights, without_paths(stored_recipe(weights.about, source, recipe))
+
+
+def without_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe without paths, so that it can be used on any machine; it loads a whole model."""
+    values = recipe.plain()
+    changes: dict[str, Any] = {"model.new_head": False}
+    for name in PATHS:
+        part, _, last = name.partition(".")
+        if last in values.get(part, {}):
+            changes[name] = None
+    if sources := values.get("data", {}).get("mix"):
+        changes["data.mix"] = [source | {"root": None} for source in sources]
+    return recipe.override(changes)
+
+
+def pack(source: Path, output: Path, recipe: str | None = None) -> int:
+    """Write the weights of a run or a file in a quarter of the space; returns the bytes."""
+    if output.suffix != ".safetensors":
+        raise SettingsError(
+            f"packed weights must be a .safetensors file, got {output}; change the suffix"
+        )
+    weights, chosen = read(source, recipe)
+    about = weights.about | {"recipe": chosen.plain()}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_weights(output, weights.tensors, about, packed=True)
+    output.chmod(0o644)  # safetensors makes files readable by the owner only
+    return output.stat().st_size
+
+
+def export(
+    source: Path, target: Path, recipe: str | None = None, folder: Path | None = None
+) -> list[Path]:
+    """Write weights as float32 into a folder: model.safetensors, recipe.yaml, and the card if there is one.
+
+    A classifier also gets timm's config.json: after `import pale`, `timm.create_model("local-dir:FOLDER",
+    pretrained=True)` loads the model, also from the hub after the folder has been uploaded.
+
+    Args:
+        source: a run, a file, or a name in the index of the folder.
+        target: the folder to write; it is created, or must be empty.
+        recipe: for weights of another project: the name of the recipe that describes the model.
+        folder: where names are looked up.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SettingsError(f"{target} exists and is not an empty folder; choose another")
+    weights, chosen = read(source, recipe, folder)
+    target.mkdir(parents=True, exist_ok=True)
+    chosen.task_class.pipeline.write_hub_config(chosen, weights, source, target / "config.json")
+    about = weights.about | {"recipe": chosen.plain()}
+    save_weights(target / "model.safetensors", weights.tensors, about)
+    (target / "recipe.yaml").write_text(recipe_to_yaml(chosen))
+    where = folder or zoo.index.FOLDER
+    for entry in zoo.list_entries(where):
+        if entry.name == str(source) and not source.exists() and (where / entry.card).is_file():
+            shutil.copyfile(where / entry.card, target / "README.md")
+    return sorted(target.iterdir())

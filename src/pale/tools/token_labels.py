@@ -1,0 +1,93 @@
+"""Token labels for a dataset: settings, and the steps from the data and the teacher to the labels.
+
+This module imports nothing heavy at once, for a fast `pale --help`; `teacher.py` does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..core.options import option, settings_class
+from ..core.progress import Track, no_progress
+from ..errors import SettingsError
+
+if TYPE_CHECKING:
+    from ..data.sources.token_labels import TokenLabelManifest
+
+TOP = 5  # classes kept at each position
+
+
+@settings_class
+class TokenLabelSettings:
+    """Which teacher labels the images, and how the labels are stored."""
+
+    model: str = option("teacher: a run, or a classifier of timm")
+    output: Path = option("output folder; resumes if incomplete", metavar="DIR")
+    weights: Path | None = option(
+        "weights of a timm classifier (default: those of timm)", default=None, metavar="FILE"
+    )
+    size: int | None = option("side of the images (default: that of the teacher)", default=None)
+    k: int | None = option(
+        "classes per position (default: 5, or all if there are fewer)", default=None
+    )
+    shard: int = option("images per file", default=4096)
+    batch_size: int = option("images per batch", default=64)
+    part: str = option(
+        "make every Nth shard, starting with I, to share the work among N machines",
+        default="0/1",
+        metavar="I/N",
+    )
+    seed: int = option("seed of the run, which chooses hold-out and scenes", default=0)
+    device: Literal["cpu", "cuda"] | None = option(
+        "device (default: cuda if available)", default=None
+    )
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        words = self.part.split("/")
+        if len(words) != 2 or not all(word.isdigit() for word in words):
+            raise SettingsError(f"--part must be I/N, such as 0/4, got {self.part!r}")
+        for name in ("k", "shard", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                option_name = name.replace("_", "-")
+                raise SettingsError(f"--{option_name} must be at least 1, got {value}")
+
+
+def make_token_labels(
+    settings: TokenLabelSettings,
+    data_settings: Mapping[str, Any],
+    report: Callable[[str], None] = lambda line: None,
+    track: Track = no_progress,
+) -> TokenLabelManifest:
+    """Write the token labels of the training images.
+
+    Args:
+        settings: teacher and output.
+        data_settings: data settings of a classification recipe by dotted name: {"data.root": DIR}.
+        report: called with a line about each shard.
+        track: shows the progress.
+    """
+    import torch
+
+    from ..recipes.kinds import Classification
+    from . import teacher
+
+    data = Classification().override(data_settings).data
+    source = data.train_source(settings.seed)
+    number, parts = settings.part.split("/")
+    return teacher.write_token_labels(
+        teacher.load_teacher(settings.model, source.classes, settings.weights, settings.size),
+        source,
+        settings.output,
+        k=settings.k or min(TOP, len(source.classes)),
+        shard=settings.shard,
+        batch=settings.batch_size,
+        workers=data.workers,
+        device=settings.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        part=(int(number), int(parts)),
+        log=report,
+        track=track,
+    )

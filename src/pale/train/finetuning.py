@@ -1,0 +1,61 @@
+"""Choose the settings of `pale train finetune`: task and splits from the data, model and weights from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import recipes
+from ..recipes.schema import Recipe
+from ..tasks import DEFAULT_TASK
+from ..tasks.layouts import recognise
+from ..weights.zoo import best_start
+from .settings import RunSettings
+
+NAME = "finetune"
+MODEL_ON_GPU = "pale_tiny"
+
+
+def plan_finetuning(settings: RunSettings, changes: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+    """Return the recipe for a dataset on a device, and lines about what was chosen.
+
+    Args:
+        settings: of the run.
+        changes: settings that the user gave, by dotted name; they are not changed, and not applied here.
+    """
+    root = changes.get("data.root")
+    layout = recognise(None if root is None else Path(str(root)), changes)
+    name = NAME if layout.kind == DEFAULT_TASK else f"{NAME}.{layout.kind}"
+    recipe = recipes.get(name)
+    chosen, notes = dict(layout.settings), list(layout.notes)
+    if root is not None:
+        chosen["data.root"] = str(root)
+    if "model.name" not in changes and _on_gpu(settings):
+        # A larger model is worth it only if it does not start from random weights.
+        if best_start(DEFAULT_TASK, MODEL_ON_GPU) is not None:
+            chosen |= {"model.name": MODEL_ON_GPU, "model.drop_path": 0.1}
+        else:
+            notes.append(
+                f"there are no included weights of {MODEL_ON_GPU}; a smaller model is trained"
+            )
+    model = str(changes.get("model.name", chosen.get("model.name", recipe.model.name)))
+    if settings.init is None and not {"model.weights", "model.init"} & changes.keys():
+        start = best_start(DEFAULT_TASK, model)
+        if start is None:
+            notes.append(
+                f"there are no included weights of {model}: the run starts from random weights, which needs far more "
+                "images; give --init FILE"
+            )
+        else:
+            recipe = recipe.started_from(Path(start))
+            notes.append(f"starts from the included weights {start} (pale weights)")
+    if "model.weights" in changes and "model.new_head" not in changes:
+        chosen["model.new_head"] = changes["model.weights"] is not None
+    return recipe.override(chosen), notes
+
+
+def _on_gpu(settings: RunSettings) -> bool:
+    return settings.device == "cuda" or (settings.device is None and torch.cuda.is_available())

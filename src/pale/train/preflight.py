@@ -1,0 +1,115 @@
+"""Checks before the first step: settings that cannot give a good model, and memory that will not suffice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..core.memory import available_memory
+from ..data.stream import Stream
+from ..recipes.schema import Recipe
+from ..tasks.base import Task
+from .distributed import World
+from .evaluate import autocast, to_device
+from .memory import too_little_memory
+from .state import TrainState, compute_dtype
+
+FEW_STEPS = 300
+FEW_IMAGES = 5  # of a class
+UNEVEN = 10  # ratio of the numbers of images of two classes
+PROBED = 2  # images of the forward pass that memory is estimated with
+# Peak of a step against what the backward pass keeps: gradients of activations, buffers of the allocator. Measured with
+# Pale-T and pale_nano on a CPU.
+PEAK = 1.4
+MARGIN = 0.9  # share of the estimate that must be available: it is not exact
+
+
+def find_warnings(recipe: Recipe, stream: Stream, task: Task) -> list[str]:
+    """Return warnings about the length of a run and the numbers of its images."""
+    found = []
+    if recipe.batch > stream.samples:
+        found.append(
+            f"batch {recipe.batch} is larger than the training set of {stream.samples} images, so an image occurs "
+            f"several times in a step; set --batch {max(stream.samples // 4, 1)} or smaller"
+        )
+    if stream.steps < FEW_STEPS:
+        found.append(
+            f"the run has {stream.steps} steps; fewer than {FEW_STEPS} rarely suffice: raise --epochs or lower --batch "
+            "(pale train finetune chooses both)"
+        )
+    counts = task.class_counts()
+    if few := {name: n for name, n in counts.items() if n < FEW_IMAGES}:
+        listed = ", ".join(f"{name}: {n}" for name, n in list(few.items())[:5])
+        more = f" and {len(few) - 5} more" if len(few) > 5 else ""
+        found.append(
+            f"classes with fewer than {FEW_IMAGES} training images ({listed}{more}) are learned badly; add images or "
+            "merge classes"
+        )
+    if counts and max(counts.values()) > UNEVEN * min(counts.values()):
+        most, least = (choose(counts, key=counts.__getitem__) for choose in (max, min))
+        found.append(
+            f"uneven classes ({most}: {counts[most]} images, {least}: {counts[least]}): rare ones are learned badly; "
+            "set --data.balanced true, or add images"
+        )
+    return [f"warning: {text}" for text in found]
+
+
+def require_memory(
+    recipe: Recipe, world: World, task: Task, data: Any, stream: Stream, state: TrainState
+) -> None:
+    """Raise a `MemoryShortageError` if a step needs more memory than the machine has left; on a CPU, in one process.
+
+    A GPU reports by itself that memory is short; the kernel of the operating system ends a process without a word.
+    """
+    if world.device.type != "cpu" or world.size > 1:
+        return
+    available = available_memory()
+    if available is None:
+        return
+    try:
+        needed = estimate_memory(recipe, world, task, data, stream, state)
+    except (ValueError, OSError):  # an unreadable image, which the run itself reports
+        return
+    if MARGIN * needed > available:
+        raise too_little_memory(recipe, world, needed, available)
+
+
+def estimate_memory(
+    recipe: Recipe, world: World, task: Task, data: Any, stream: Stream, state: TrainState
+) -> int:
+    """Return the bytes that training adds to what the process holds now.
+
+    These are gradients, moments of the optimizer, and what the forward pass of one part of a batch keeps for the
+    backward pass, measured with two images.
+    """
+    part = max(recipe.batch // recipe.accumulate, 1)
+    keys = stream.keys(0, np.arange(PROBED))
+    batch = task.collate([data[key] for key in keys])
+    batch = task.fetched(batch, world.device)
+    model = state.model
+    known = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    buffers = {
+        name: value.clone() for name, value in model.named_buffers()
+    }  # batch norms change theirs
+    dtype = compute_dtype(recipe.precision, world.device)
+    with torch.random.fork_rng(devices=[]):
+        with saved_tensors_hooks(count, lambda tensor: tensor), autocast(world.device, dtype):
+            loss = task.loss(model, task.prepare(to_device(batch, world.device), 0))
+        del loss
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(buffers[name])
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return round(3 * trained + PEAK * sum(kept.values()) * part / PROBED)

@@ -1,0 +1,187 @@
+"""The page of `pale demo`: predictions and attention on one photo, and a short training run."""
+
+from __future__ import annotations
+
+import base64
+import io
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from PIL import Image
+
+from ..core.escaping import escape_html
+from ..core.escaping import html_page as whole_page
+from ..errors import DataError
+from ..model.pale_transformer import VARIANTS
+from ..predict import Prediction, Predictor
+from ..recipes import get
+from ..tasks import DEFAULT_TASK, TASKS
+from ..train import log
+from ..train.distributed import join
+from ..train.loop import Outcome, train
+from ..train.report import charts
+from ..train.report.charts import Chart, Series, draw
+from ..train.report.record import points
+from ..weights import zoo
+from .attention import trace_attention
+from .figures import draw_pales
+from .page import save
+from .sheet import PAGES, sheet
+
+PHOTO = PAGES / "cat.jpg"
+STYLE = (PAGES / "demo.css").read_text() + charts.STYLE
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A prediction with weights that come with the package."""
+
+    entry: zoo.ZooEntry
+    prediction: Prediction
+
+
+def require_photo(path: Path) -> Path:
+    """Return the path of the photo, which must exist: the training before it is needed takes minutes."""
+    if not path.is_file():
+        raise DataError(f"there is no photo {path}; give another with --photo FILE")
+    return path
+
+
+def train_quickstart(run: Path, quiet: bool = False) -> Outcome:
+    """Train the quickstart recipe in a folder, replacing an earlier run there."""
+    if (run / "recipe.yaml").is_file():
+        shutil.rmtree(run)
+    with join(None) as world:
+        return train(get("quickstart"), run, world, quiet=quiet)
+
+
+def predictions(photo: Path) -> list[Shown]:
+    """Return a prediction for every task that has packaged weights."""
+    found = []
+    for task in TASKS:
+        name = zoo.default_name(task)
+        if name is not None:
+            found.append(Shown(zoo.get_entry(name), Predictor(name, task, device="cpu")(photo)))
+    return found
+
+
+def write(
+    output: Path,
+    photo: Path = PHOTO,
+    run: Path | None = None,
+    report: Callable[[str], object] = lambda _: None,
+) -> Path:
+    """Write report.html and the files that it links to into a folder, and return its path.
+
+    Args:
+        output: the folder.
+        photo: the image to use.
+        run: a run to show; it should lie in the folder, so that its report can be linked.
+        report: called with the name of each step.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    report("predicting")
+    shown = predictions(photo)
+    report("tracing attention")
+    source = zoo.default_name(DEFAULT_TASK) or "pale_nano"
+    trace = trace_attention(photo, source)
+    save(trace, output / "attention.html", title=photo.name)
+    parts = [
+        _header(photo),
+        _predictions(shown),
+        _attention(sheet(trace), trace.bundle.trained, trace.bundle.name),
+        _pales(),
+        _training(output, run) if run is not None else "",
+    ]
+    path = output / "report.html"
+    page = whole_page("Pale Transformer", STYLE, f"<main>{''.join(parts)}</main>")
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _header(photo: Path) -> str:
+    credit = ""
+    if photo == PHOTO:
+        credit = "Photo: Chelsea, by Stéfan van der Walt, CC0, from scikit-image."
+    return (
+        "<h1>Pale Transformer</h1><p>A vision backbone with attention in interlaced rows and columns. This page was "
+        f"made on this computer without downloads. {credit}</p>"
+    )
+
+
+def _predictions(shown: Sequence[Shown]) -> str:
+    if not shown:
+        return (
+            "<h2>One photo, three tasks</h2><p>This installation contains no weights. Train a model: "
+            "<code>pale train quickstart</code>, then <code>pale predict PHOTO --weights RUN</code>.</p>"
+        )
+    cards = []
+    for each in shown:
+        entry, prediction = each.entry, each.prediction
+        facts = f"{entry.model}, {entry.params / 1e6:.1f} M parameters, {entry.bytes / 1e6:.1f} MB"
+        cards.append(
+            f"<figure>{_figure(prediction.draw(), 760)}<figcaption>"
+            f"<b>{TASKS[entry.task].pipeline.question}</b> {escape_html(prediction.words())}<br>"
+            f"<small>{escape_html(entry.name)}: {escape_html(facts)}; "
+            f"{escape_html(entry.headline)} on {escape_html(entry.data)}</small>"
+            "</figcaption></figure>"
+        )
+    return (
+        f"<h2>One photo, three tasks</h2><div class=cards>{''.join(cards)}</div>"
+        "<p>For your own photos: <code>pale predict PHOTO --task segmentation -o out</code>, or in a browser: "
+        "<code>pale serve</code>.</p>"
+    )
+
+
+def _attention(image: Image.Image, trained: bool, name: str) -> str:
+    weights = "trained weights" if trained else "untrained weights"
+    return (
+        "<h2>Attention of one token</h2><p>The tokens that one token attends to in each stage, and its attention "
+        f"weights ({escape_html(name)}, {weights}). <a href=attention.html>Interactive page</a>: move over the photo "
+        "to choose a token; it needs no server.</p>"
+        f"<figure class=wide>{_figure(image, 1500)}</figure>"
+    )
+
+
+def _pales() -> str:
+    image = draw_pales(VARIANTS["pale_tiny"], (224, 224))
+    return (
+        "<h2>What a pale is</h2><p>Every token attends to the tokens of a pale: some rows and some columns, spread "
+        "over the whole map. The other panels show other kinds of attention.</p>"
+        f"<figure class=wide>{_figure(image, 1500)}</figure>"
+    )
+
+
+def _training(output: Path, run: Path) -> str:
+    events = log.read(run / "log.jsonl")
+    losses, scores = points(events, "step", "loss"), points(events, "eval", "top1")
+    if not losses:
+        return ""
+    figures = [draw(Chart("training loss", "loss", [Series("loss", losses)]))]
+    summary = f"{losses[-1][0]:.0f} steps"
+    if scores:
+        series = Series("top-1", scores, marked=True)
+        figures.append(draw(Chart("validation top-1", "%", [series])))
+        summary += f", {scores[-1][1]:.1f} % of new images right"
+    link = ""
+    if (run / "report.html").is_file() and run.is_relative_to(output):
+        # A folder may be called "javascript:..."; a quoted name is never a scheme.
+        target = quote(run.relative_to(output).as_posix())
+        link = f" <a href='{escape_html(target)}/report.html'>Its report</a>."
+    return (
+        f"<h2>A model trained here</h2><p>pale_nano on generated images, from scratch: {summary}.{link}</p>"
+        f"<div class=charts>{''.join(figures)}</div>"
+    )
+
+
+def _figure(image: Image.Image, max_width: int) -> str:
+    image = image.convert("RGB")
+    image.thumbnail((max_width, 4 * max_width))
+    content = io.BytesIO()
+    image.save(content, "JPEG", quality=90)
+    code = base64.b64encode(content.getvalue()).decode()
+    size = f"width={image.width} height={image.height}"
+    return f"<img src='data:image/jpeg;base64,{code}' {size} alt=''>"

@@ -1,0 +1,1 @@
+"""Reading and writing weights, and the weights in the package."""

@@ -1,0 +1,142 @@
+"""The scripts that compare speeds treat every model in the same way."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+SIZE = (64, 64)
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = ("speeds", "segmentation_speed", "detection_speed")
+    for name in (*names, "common"):
+        sys.modules.pop(name, None)
+    return {name: __import__(name) for name in names}
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
+    """What was compiled; graphs are traced and run as they are, which takes seconds and not minutes."""
+    found: list[torch.nn.Module] = []
+    true = torch.compile
+
+    def traced(module: torch.nn.Module, **_: Any) -> Any:
+        found.append(module)
+        return true(module, backend="eager", dynamic=False)
+
+    monkeypatch.setattr(torch, "compile", traced)
+    return found
+
+
+def arguments(**others: Any) -> argparse.Namespace:
+    given = {"compile_peers_only": False} | others
+    return argparse.Namespace(device="cpu", batch=2, size=SIZE, crop=64, width=16, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pale_nano", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize("task", ["training", "inference"])
+def test_segmenters_of_both_sides_are_compiled_before_they_are_recorded(
+    name: str, task: str, scripts: dict[str, ModuleType], compiled: list[torch.nn.Module]
+) -> None:
+    script = scripts["segmentation_speed"]
+    make = script.train_step if task == "training" else script.infer_step
+    make(name, "compiled-graphs", arguments())()
+    assert len(compiled) == 1  # the whole model, once
+    make(name, "graphs", arguments())()
+    assert len(compiled) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["pale_t", "swin_t", "resnet50"])
+@pytest.mark.parametrize("task", ["training", "inference"])
+def test_detectors_of_all_sides_are_compiled_before_they_are_recorded(
+    label: str,
+    task: str,
+    scripts: dict[str, ModuleType],
+    compiled: list[torch.nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = scripts["detection_speed"]
+    if label == "pale_t":
+        monkeypatch.setitem(script.MODELS, label, "pale_nano")
+    script.step_of(label, task, arguments(), "compiled-graphs")()
+    assert len(compiled) == 1
+    script.step_of(label, task, arguments(), "graphs")()
+    assert len(compiled) == 1
+
+
+def test_a_model_that_fails_has_a_row_with_its_error_and_the_table_compares_the_fastest_modes(
+    scripts: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    speeds = scripts["speeds"]
+    path = tmp_path / "speed.json"
+    args = arguments(mode=["eager", "compiled-graphs"], rounds=3, json=path)
+
+    def make(label: str, task: str, mode: str) -> Any:
+        if (label, mode) == ("peer", "eager"):
+            raise RuntimeError("no kernel")
+        return lambda: None
+
+    rows = speeds.compare_speeds(args, ["ours", "peer"], make)
+    failed = [row for row in rows if "error" in row]
+    assert [(r["task"], r["mode"], r["model"]) for r in failed] == [
+        ("training", "eager", "peer"),
+        ("inference", "eager", "peer"),
+    ]
+    assert failed[0]["error"] == "RuntimeError: no kernel"
+    assert json.loads(path.read_text())["rows"] == json.loads(json.dumps(rows))
+    known = [
+        {"task": "training", "mode": mode, "model": model, "ms": ms}
+        for mode, model, ms in [
+            ("graphs", "ours", 10.0),
+            ("graphs", "peer", 15.0),
+            ("compiled-graphs", "ours", 11.0),
+            ("compiled-graphs", "peer", 12.0),
+        ]
+    ]
+    last = speeds.table(known).splitlines()[-1]
+    assert last == (
+        "| training, each in its fastest mode | 10.00 ms (graphs) | 12.00 ms (1.20, compiled-graphs) |"
+    )
+    assert path.with_suffix(".md").read_text().count("failed") == 2
+
+
+@pytest.mark.slow
+def test_hostile_files_end_every_command_with_a_message(tmp_path: Path) -> None:
+    """Twenty cases of the thousand of benchmarks/hostile.py; each runs a command on files made to attack it."""
+    words = ["--cases", "20", "--uploads", "0", "--work", tmp_path / "work", "-o", tmp_path / "out"]
+    done = subprocess.run(
+        [sys.executable, FOLDER / "hostile.py", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads((tmp_path / "out.json").read_text())["files"]
+    assert (found["cases"], found["tracebacks"], found["hangs"], found["signals"]) == (20, 0, 0, 0)
+    assert set(found["exit_codes"]) <= {"0", "1", "2"}
+    assert "| tracebacks | 0 |" in (tmp_path / "out.md").read_text()
+
+
+def test_the_page_of_whole_models_has_the_ceilings_of_its_file() -> None:
+    report = json.loads((FOLDER / "results/h200.json").read_text())
+    page = " ".join((FOLDER / "results/h200.md").read_text().split())
+    matrix, copy = (
+        [part["ceilings"][name] / 1e12 for part in report.values()] for name in ("matrix", "copy")
+    )
+    assert f"matrix product {min(matrix):.0f} to {max(matrix):.0f} TFLOP/s" in page
+    assert f"copy {min(copy):.2f} to {max(copy):.2f} TB/s" in page

@@ -1,0 +1,281 @@
+"""`pale train finetune`: from folders of images to a model, and checks before the first step."""
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.recipes import CLASSIFICATION, DETECTION, SEGMENTATION, SMALL
+
+import pale.core.memory
+from pale.cli.main import main
+from pale.data.sources.holding import split_by_name
+from pale.data.sources.images import balance_classes, hold_out, read_folder
+from pale.errors import MemoryShortageError
+from pale.recipes import get
+from pale.recipes.files import recipe_to_yaml
+from pale.tasks.freezing import freeze_parameters
+from pale.tasks.layouts import recognise
+from pale.train import preflight
+from pale.train.distributed import World
+from pale.train.finetuning import plan_finetuning
+from pale.train.loop import build_trainer
+from pale.train.settings import RunSettings
+from pale.train.state import build_state
+from pale.weights import zoo
+
+WORLD = World(torch.device("cpu"))
+TINY = {"model.options": SMALL["model.options"], "model.weights": None, "model.new_head": False}
+FAST = TINY | {"data.size": 32, "data.workers": 0}
+
+
+def words_of(changes):
+    return [word for name, value in changes.items() for word in (f"--{name}", json.dumps(value))]
+
+
+def write_photos(root, counts, suffix="jpg"):
+    """Folders of one colour each, so that a model can learn them."""
+    rng = np.random.default_rng(0)
+    for number, (name, count) in enumerate(counts.items()):
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(0, 60, (40, 40, 3), dtype=np.uint8)
+            pixels[..., number % 3] += 150
+            Image.fromarray(pixels).save(root / name / f"{name}{i}.{suffix}")
+    return root
+
+
+def plan(changes, **settings):
+    recipe, notes = plan_finetuning(
+        RunSettings(recipe="finetune", device="cpu", **settings), changes
+    )
+    return recipe.changed(changes), notes
+
+
+def test_a_hold_out_depends_on_names_and_seed_alone_and_leaves_each_class_on_both_sides(tmp_path):
+    names = [f"{i}.jpg" for i in range(20)]
+    groups = [0] * 2 + [1] * 18
+    kept, held = split_by_name(names, 0.2, 0, groups)
+    assert sorted(kept + held) == list(range(20))
+    assert [len([i for i in held if groups[i] == g]) for g in (0, 1)] == [1, 4]
+    order = list(reversed(range(20)))
+    elsewhere = [f"/moved/{names[i]}" for i in order]
+    again = split_by_name(elsewhere, 0.2, 0, [groups[i] for i in order])[1]
+    assert {elsewhere[i].rpartition("/")[2] for i in again} == {names[i] for i in held}
+    assert split_by_name(names, 0.2, 1, groups)[1] != held
+    with pytest.raises(ValueError, match="at least 2 images, one to train"):
+        split_by_name(["a", "b", "c"], 0.2, 0, [0, 0, 1])
+
+
+def test_plain_class_folders_are_split_and_start_from_included_weights(tmp_path):
+    root = write_photos(tmp_path / "photos", {"cat": 10, "dog": 10})
+    recipe, notes = plan({"data.root": str(root)})
+    assert (recipe.kind, recipe.model.name) == ("classification", "pale_nano")
+    assert str(recipe.model.weights) == "classify_pets"
+    assert any("included weights classify_pets" in note for note in notes)
+    task = recipe.task()
+    assert (len(task.train_source), len(task.val_source)) == (16, 4)
+    assert sorted(task.val_source.labels) == [0, 0, 1, 1]
+    assert any("4 of 20 images are held out for validation" in note for note in task.notes)
+    # Splits that exist are used.
+    split = tmp_path / "split"
+    for name in ("train", "val"):
+        write_photos(split / name, {"cat": 2, "dog": 2})
+    recipe, _ = plan({"data.root": str(split)})
+    assert (recipe.data.train, recipe.data.hold_out) == ("train", 0)
+
+
+def test_the_largest_zoo_classifier_of_a_model_is_the_start(tmp_path):
+    rows = [("pets", "pale_nano", 37), ("general", "pale_nano", 500), ("tiny", "pale_tiny", 900)]
+    for name, model, classes in rows:
+        entry = zoo.ZooEntry(name, "classification", model, "f", "c", 1, "0", 1, classes)
+        zoo.add_entry(entry, tmp_path)
+    assert zoo.best_start("classification", "pale_nano", tmp_path) == "general"
+    assert zoo.best_start("classification", "pale_tiny", tmp_path) == "tiny"
+    assert zoo.best_start("classification", "pale_base", tmp_path) is None
+
+
+def test_masks_and_annotations_are_recognised_without_splits(tmp_path):
+    masks = tmp_path / "masks_set"
+    for folder in ("images", "masks"):
+        (masks / folder).mkdir(parents=True)
+    for i in range(5):
+        Image.new("RGB", (32, 32)).save(masks / "images" / f"{i}.jpg")
+        Image.fromarray(np.full((32, 32), i % 2 * 7, np.uint8)).save(masks / "masks" / f"{i}.png")
+    found = recognise(masks, {})
+    assert found.kind == "segmentation"
+    assert found.settings["data.classes"] == ["0 value 0", "7 value 7"]
+    assert found.settings["data.hold_out_by"] == "name"
+    recipe, _ = plan({"data.root": str(masks)})
+    task = recipe.task()
+    assert (len(task.train_source), len(task.val_source)) == (4, 1)
+    assert str(recipe.model.init) == "classify_pets"
+    (masks / "classes.txt").write_text("0 background\n7 thing\n")
+    assert recognise(masks, {}).settings["data.classes"] == "classes.txt"
+
+    objects = tmp_path / "objects"
+    (objects / "images").mkdir(parents=True)
+    box = {"category_id": 3, "bbox": [1, 1, 9, 9], "area": 81, "iscrowd": 0}
+    content = {
+        "images": [{"id": i, "file_name": f"{i}.jpg", "width": 32, "height": 32} for i in range(5)],
+        "annotations": [box | {"id": i + 1, "image_id": i} for i in range(5)],
+        "categories": [{"id": 3, "name": "thing"}],
+    }
+    for i in range(5):
+        Image.new("RGB", (32, 32)).save(objects / "images" / f"{i}.jpg")
+    (objects / "labels.json").write_text(json.dumps(content))
+    found = recognise(objects, {})
+    assert found.kind == "detection"
+    assert found.settings["data.images"] == "images"
+    assert found.settings["model.heads.masks"] is False
+    task = plan({"data.root": str(objects)})[0].task()
+    assert (len(task.train_source), len(task.val_source)) == (4, 1)
+    # A missing image is an error, or left out.
+    missing = task.train_source.name(0)
+    (objects / "images" / missing.rpartition("/")[2]).unlink()
+    with pytest.raises(ValueError, match="there is no such image"):
+        plan({"data.root": str(objects)})[0].task()
+    task = plan({"data.root": str(objects), "data.unreadable": "skip"})[0].task()
+    assert len(task.train_source) == 3
+    assert any("1 unreadable images are left out" in note for note in task.data_notes)
+
+
+def test_images_without_class_folders_and_a_missing_root_are_explained(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.jpg")
+    with pytest.raises(ValueError, match="move the images of each class into a folder"):
+        recognise(tmp_path, {})
+    with pytest.raises(ValueError, match=r"data\.root is not set"):
+        recognise(None, {})
+
+
+def test_a_recipe_is_fitted_to_a_small_set():
+    recipe, notes = get("finetune").fitted(10, 2)
+    assert recipe.batch == 10
+    assert recipe.epochs == recipe.min_steps
+    assert recipe.eval_every == -(-recipe.epochs // 12)
+    assert len(notes) == 2
+    assert recipe.fitted(10, 2) == (recipe, [])
+    assert get("imagenet.pale_t").fitted(10, 2) == (get("imagenet.pale_t"), [])
+    large, notes = get("finetune").fitted(100_000, 1)
+    assert (large.epochs, notes) == (30, [])
+
+
+def test_the_journey_from_photos_to_a_prediction(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = write_photos(tmp_path / "my photos", {"red": 8, "green": 8, "blue": 8})
+    changes = FAST | {"min_steps": 20, "optim.lr": 0.003, "batch": 64}
+    code = main(["train", "finetune", "--data.root", str(root), *words_of(changes)])
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "6 of 24 images are held out for validation" in out.replace("\n", " ")
+    assert "batch 18 instead of 64" in out
+    assert "20 epochs instead of" not in out  # 30 epochs of one step each are enough
+    assert "fewer than 300 rarely suffice" in out
+    commands = [line.strip() for line in out.splitlines() if line.startswith("  pale ")]
+    assert [shlex.split(line)[1] for line in commands] == ["predict", "serve", "export"]
+    assert main(shlex.split(commands[0])[1:]) == 0
+    assert "my photos" not in capsys.readouterr().err
+    saved = (tmp_path / "runs/finetune/recipe.yaml").read_text()
+    assert "batch: 18" in saved
+
+
+def test_unreadable_files_are_named_and_skipped_on_request(tmp_path):
+    root = write_photos(tmp_path / "photos", {"cat": 6, "dog": 6})
+    (root / "cat" / "phone.HEIC").write_bytes(b"x")
+    given = {"data.root": str(root)}
+    with pytest.raises(
+        ValueError, match=r"phone.HEIC: this format is not supported; .*unreadable skip"
+    ):
+        plan(given)[0].task()
+    (root / "cat" / "phone.HEIC").unlink()
+    for name in ("cat/cat0.jpg", "dog/dog0.jpg"):
+        path = root / name
+        path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"dog0.jpg|cat0.jpg"):
+        plan(given)[0].task()
+    (root / "cat" / "phone.heic").write_bytes(b"x")
+    task = plan(given | {"data.unreadable": "skip"})[0].task()
+    assert len(task.train_source) + len(task.val_source) == 10
+    noted = " ".join(task.notes)
+    for name in ("phone.heic", "cat0.jpg", "dog0.jpg"):
+        assert name in noted
+
+
+def test_balanced_sampling_repeats_rare_classes(tmp_path):
+    root = write_photos(tmp_path / "photos", {"cat": 9, "dog": 2})
+    source = read_folder(root)
+    balanced = balance_classes(source)
+    assert np.bincount(balanced.labels).tolist() == [9, 9]
+    assert set(balanced.indices) == set(range(11))
+    kept, _ = hold_out(source, 0.2, 0, "name")
+    recipe, _ = plan({"data.root": str(root), "data.balanced": True})
+    assert len(recipe.task().train_source) == 2 * max(np.bincount(kept.labels))
+
+
+@pytest.mark.parametrize(("level", "frozen"), [("nothing", 0), ("early", 3), ("backbone", 5)])
+def test_freezing_keeps_a_part_of_the_weights(level, frozen):
+    model = get("quickstart").override(TINY).model.build(4, 32)
+    freeze_parameters(model, level)
+    names = [
+        ("stages.0.merge",),
+        ("stages.0.blocks",),
+        ("stages.1",),
+        ("stages.2",),
+        ("stages.3",),
+        ("norm", "head"),
+    ]
+    trained = [
+        p.requires_grad for part in names for n, p in model.named_parameters() if n.startswith(part)
+    ]
+    counts = [sum(n.startswith(part) for n, _ in model.named_parameters()) for part in names]
+    assert trained == [False] * sum(counts[:frozen]) + [True] * sum(counts[frozen:])
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart.segmentation", "quickstart.detection"])
+def test_only_heads_change_with_a_frozen_backbone(tmp_path, name):
+    small = {"quickstart": CLASSIFICATION, "quickstart.segmentation": SEGMENTATION}
+    changes = small.get(name, DETECTION) | {"model.freeze": "backbone"}
+    recipe = get(name).override(changes | {"steps": 2, "warmup_steps": 0})
+    trainer = build_trainer(recipe, tmp_path, WORLD)
+    (tmp_path / "recipe.yaml").write_text(recipe_to_yaml(recipe))
+    before = {n: p.clone() for n, p in trainer.state.model.named_parameters()}
+    trainer.fit(quiet=True)
+    changed = {
+        n for n, p in trainer.state.model.named_parameters() if not torch.equal(p, before[n])
+    }
+    assert changed
+    assert not [n for n in changed if "stages." in n]
+
+
+def test_warnings_name_short_runs_few_images_and_uneven_classes(tmp_path):
+    root = write_photos(tmp_path / "photos", {"cat": 41, "dog": 4})
+    recipe, _ = plan({"data.root": str(root), "min_steps": None, "batch": 64} | FAST)
+    trainer = build_trainer(recipe, tmp_path / "run", WORLD)
+    text = " ".join(trainer.notes)
+    for words in (
+        "batch 64 is larger than the training set of 36 images",
+        "steps; fewer than 300 rarely suffice",
+        "fewer than 5 training images (dog: 3)",
+        "uneven classes (cat: 33 images, dog: 3)",
+    ):
+        assert words in text
+    assert get("quickstart").task().class_counts() == {}
+
+
+def test_too_little_memory_is_an_error_before_the_first_step(tmp_path, monkeypatch):
+    root = write_photos(tmp_path / "photos", {"cat": 10, "dog": 10})
+    recipe, _ = plan({"data.root": str(root)} | FAST)
+    monkeypatch.setattr(preflight, "available_memory", lambda: 10_000)
+    with pytest.raises(MemoryShortageError, match=r"a step needs about .* GB .*--accumulate"):
+        build_trainer(recipe, tmp_path / "run", WORLD)
+    monkeypatch.setattr(preflight, "available_memory", lambda: None)
+    trainer = build_trainer(recipe, tmp_path / "run", WORLD)
+    assert pale.core.memory.available_memory() is None or pale.core.memory.available_memory() > 0
+    state = build_state(recipe, trainer.task, WORLD)
+    args = (WORLD, trainer.task, trainer.data, trainer.stream, state)
+    before = torch.random.get_rng_state()
+    one = preflight.estimate_memory(recipe, *args)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert preflight.estimate_memory(recipe.override({"batch": 32}), *args) > 1.5 * one
