@@ -1,4 +1,4 @@
-"""What the scripts here share: runs that are made once, several at a time, and what is read from them."""
+"""Shared by the scripts here: resumable training runs, several at once, and reading their results."""
 
 import argparse
 import json
@@ -16,10 +16,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from PIL import Image, ImageDraw
 
-from pale import bench
 from pale.train.distributed import join
 from pale.train.environment import environment
 from pale.train.log import read
@@ -27,44 +25,48 @@ from pale.train.log import read
 COLOURS = ["#0a7", "#c50", "#37c", "#a3a", "#888", "#970", "#0aa", "#c07", "#000"]
 SIGNALLED = {130, 143, -2, -15}  # left by Ctrl-C or SIGTERM, saved or not
 
-_stop = threading.Event()  # the script is leaving: nothing begins, what runs is terminated
+_stop = (
+    threading.Event()
+)  # set when the script exits: no run starts any more, running ones are terminated
 _locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 _guard = threading.Lock()
 
 
 class StoppedError(Exception):
-    """A run was stopped and has saved, or was not begun."""
+    """A run was stopped after saving, or was not started."""
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """The options that all scripts with a plan of runs have."""
+    """Return a parser with the options of all scripts that train a list of runs."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--workers", type=int, default=14, help="of each run, to read data")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after this")
+    parser.add_argument(
+        "--workers", type=int, default=14, help="data loading processes of each run"
+    )
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no run after this time")
     add_jobs(parser)
     return parser
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
-    """The option for several runs at once."""
+    """Add the option for several runs at once."""
 
     def count(text: str) -> int:
         if not text.isdecimal() or not int(text):
             raise argparse.ArgumentTypeError(f"a number of runs from 1, got {text}")
         return int(text)
 
-    told = "runs at once; from 2 on each one's output goes to RUN.txt, and speeds are not reported"
-    parser.add_argument("--jobs", type=count, default=1, metavar="N", help=told)
+    text = "runs at once; with 2 or more, output goes to RUN.txt and speeds are not reported"
+    parser.add_argument("--jobs", type=count, default=1, metavar="N", help=text)
 
 
 def pale(
     *words: object, run: Path | None = None, jobs: int = 1, deadline: float = float("inf")
 ) -> None:
-    """Run a command of pale's; beside others its output goes to a file beside the run."""
+    """Run a `pale` command; with several jobs its output goes to a file beside the run."""
     if _stop.is_set():
-        raise StoppedError("not begun")
+        raise StoppedError("not started")
     command = [sys.executable, "-m", "pale", *map(str, words)]
     if run is None or jobs == 1:
         print("+ pale", *words, flush=True)
@@ -72,7 +74,7 @@ def pale(
     else:
         log, began = output(run), time.monotonic()
         log.parent.mkdir(parents=True, exist_ok=True)
-        say(f"{run.name}: {words[0]} begins, output in {log}")
+        print_line(f"{run.name}: {words[0]} starts, output in {log}")
         with log.open("a") as file:
             print(f"+ {jobs} at once: pale", *words, file=file, flush=True)
             child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -82,20 +84,20 @@ def pale(
                 how = f"fails with exit code {code}" if code else "ends"
             finally:
                 seconds = time.monotonic() - began
-                say(f"{run.name}: {words[0]} {how} after {seconds:.0f} s")
+                print_line(f"{run.name}: {words[0]} {how} after {seconds:.0f} s")
     if code:
         raise subprocess.CalledProcessError(code, command)
 
 
 def waited(child: subprocess.Popen, deadline: float) -> int:
-    """A child's exit code; at the deadline, or when the script is left, it is terminated, and saves."""
+    """Return the exit code of a child; terminate it at the deadline or when the script exits (it then saves)."""
     try:
         while child.poll() is None and time.monotonic() < deadline:
             if _stop.wait(0.1):
                 break
-        # Ctrl-C reaches a child too, and perhaps it was the first to leave.
+        # Ctrl-C reaches the child too, which may exit before this process.
         if child.poll() is None or child.returncode in SIGNALLED:
-            raise StoppedError("stopped; run it again to go on")
+            raise StoppedError("stopped; run it again to resume")
         return child.returncode
     finally:
         if child.poll() is None:
@@ -103,19 +105,19 @@ def waited(child: subprocess.Popen, deadline: float) -> int:
             child.wait()
 
 
-def say(text: str) -> None:
-    """A line, whole, whatever other threads say."""
+def print_line(text: str) -> None:
+    """Print a line without mixing it with the output of other threads."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def output(run: Path) -> Path:
-    """Where the output of a run beside others goes."""
+    """Return the file for the output of a run with several jobs."""
     return run.with_name(f"{run.name}.txt")
 
 
 def jobs_of(run: Path) -> int:
-    """How many runs were made at once when this one was, at most."""
+    """Return the largest number of jobs during this run."""
     if not output(run).is_file():
         return 1
     found = re.findall(r"^\+ (\d+) at once: pale train", output(run).read_text(), re.MULTILINE)
@@ -124,7 +126,7 @@ def jobs_of(run: Path) -> int:
 
 @contextmanager
 def pool(jobs: int) -> Iterator[Executor]:
-    """Threads that wait for children; where this is left by an error or a signal, none begins and all are stopped."""
+    """Yield threads that wait for children; an error or a signal stops all of them and starts no more."""
     with ThreadPoolExecutor(jobs) as executor:
         try:
             yield executor
@@ -135,7 +137,7 @@ def pool(jobs: int) -> Iterator[Executor]:
 
 
 def stoppable() -> None:
-    """SIGTERM ends the script as Ctrl-C does, and its runs with it."""
+    """Let SIGTERM end the script and its runs, as Ctrl-C does."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
 
 
@@ -145,7 +147,7 @@ def made(
     make: Callable[..., dict],
     report: Callable[[list[dict]], str],
 ) -> None:
-    """Make the row of every item of a plan, `args.jobs` at once; none is begun after `args.minutes`.
+    """Compute the row of every item of a plan, `args.jobs` at once; start none after `args.minutes`.
 
     Whenever one is done, `report` gets those so far in the order of the plan; what it returns last is printed. Where
     one fails the others go on, and the script ends with the names of those that failed.
@@ -161,7 +163,7 @@ def made(
 
     def one(item: tuple) -> dict | None:
         if time.monotonic() > deadline:
-            say(f"time is up before {name(item)}")
+            print_line(f"time is up before {name(item)}")
             return None
         return make(args, *item)
 
@@ -173,7 +175,7 @@ def made(
                 row = future.result()
             except (subprocess.CalledProcessError, StoppedError) as error:
                 code = getattr(error, "returncode", None)
-                say(f"{name(item)} failed: {error if code is None else f'exit code {code}'}")
+                print_line(f"{name(item)} failed: {error if code is None else f'exit code {code}'}")
                 failed.append(item)
                 continue
             if row is not None:
@@ -209,7 +211,7 @@ def trained(run: Path, *words: object, jobs: int = 1) -> Path:
 
 
 def summary(run: Path) -> dict:
-    """The last evaluation, and how the run went; beside others, speeds say little."""
+    """Return the last evaluation and facts of the run; with several jobs, speeds mean little."""
     events = read(run / "log.jsonl")
     start, steps, evals = (
         [e for e in events if e["event"] == k] for k in ("start", "step", "eval")
@@ -247,36 +249,36 @@ def mean(values: list[float]) -> str:
 
 
 def speeds(rows: list[dict]) -> list[dict]:
-    """Those that had the machine to themselves; rows of before there were jobs had it."""
+    """Return the rows that were measured with one job; old rows without the key are among them."""
     return [row for row in rows if row.get("jobs", 1) == 1]
 
 
 def strips(lines: list[tuple[str, list[tuple[Image.Image | None, str]]]], path: Path) -> None:
-    """Lines of pictures under each other: each line has a title, each picture a caption."""
+    """Save rows of images below each other; each row has a title, each image a caption."""
     if not lines:
         return
     wide, high = 170, 150
-    columns = max(len(pictures) for _, pictures in lines)
+    columns = max(len(images) for _, images in lines)
     canvas = Image.new("RGB", (wide * max(columns, 1), high * len(lines)), "white")
     pen = ImageDraw.Draw(canvas)
-    for i, (title, pictures) in enumerate(lines):
+    for i, (title, images) in enumerate(lines):
         pen.text((4, high * i + 2), title, fill="black")
-        for k, (picture, caption) in enumerate(pictures):
-            if picture is not None:
-                picture.thumbnail((wide - 6, high - 38))
-                canvas.paste(picture, (wide * k, high * i + 18))
+        for k, (image, caption) in enumerate(images):
+            if image is not None:
+                image.thumbnail((wide - 6, high - 38))
+                canvas.paste(image, (wide * k, high * i + 18))
             pen.text((wide * k + 4, high * i + high - 16), caption, fill="black")
     canvas.save(path)
 
 
 def ends(entries: list, columns: int = 6) -> list:
-    """The first and the last of a gallery: the best and the worst."""
+    """Return the first and the last entries of a gallery: the best and the worst."""
     half = columns // 2
     return entries if len(entries) <= columns else entries[:half] + entries[-half:]
 
 
 def curves(out: Path, rows: list[dict], path: Path) -> None:
-    """Training loss of every run over its steps, one panel a task."""
+    """Plot the training loss of every run over its steps, one panel per task."""
     w, h, tasks = 560, 320, sorted({row["task"] for row in rows})
     models = list(dict.fromkeys(row["model"] for row in rows))
     colours = {model: COLOURS[i % len(COLOURS)] for i, model in enumerate(models)}
@@ -286,7 +288,7 @@ def curves(out: Path, rows: list[dict], path: Path) -> None:
         left, lines = i * w, []
         for row in (r for r in rows if r["task"] == task):
             steps = losses(out / row["run"])
-            # Mixed batches have other losses than plain ones: the mean over a twentieth of the run.
+            # Losses of mixed and plain batches differ: average over a twentieth of the run.
             size = max(1, len(steps) // 20)
             ends = range(size, len(steps) + 1, max(1, size // 3))
             pieces = [steps[k - size : k] for k in ends]
@@ -308,65 +310,8 @@ def curves(out: Path, rows: list[dict], path: Path) -> None:
     canvas.save(path)
 
 
-def speed_arguments(doc: str | None, batch: int, size: tuple[int, int]) -> argparse.ArgumentParser:
-    """The options of the scripts that measure speed alone."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batch", type=int, default=batch, help="of a training step")
-    parser.add_argument("--size", type=int, nargs=2, default=size, help="height and width")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path)
-    return parser
-
-
-def compare_speeds(
-    args: argparse.Namespace,
-    labels: Sequence[str],
-    make: Callable[[str, str, str], Callable[[], None]],
-) -> None:
-    """Time `make(label, task, mode)` of all labels in turn, training and inference, every mode; ratios to the first."""
-    setting = bench.Setting(tuple(args.size), args.device, "bf16", args.rounds)
-    cuda, rows = args.device == "cuda", []
-    if cuda:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # as the training loop
-    for mode in args.mode:
-        for task in ("training", "inference"):
-            steps, peaks = {}, {}
-            for label in labels:
-                if cuda:
-                    torch.cuda.synchronize()
-                    held = torch.cuda.memory_allocated()
-                    torch.cuda.reset_peak_memory_stats()
-                steps[label] = make(label, task, mode)
-                for _ in range(5 if cuda else 1):
-                    steps[label]()
-                if cuda:
-                    torch.cuda.synchronize()
-                    peaks[label] = (torch.cuda.max_memory_allocated() - held) / 2**20
-            times = bench.alternate(steps, setting)
-            count = args.batch if task == "training" else 1
-            first = statistics.median(times[labels[0]])
-            for label, each in times.items():
-                ms = statistics.median(each)
-                row = {
-                    **{"task": task, "mode": mode, "model": label, "batch": count, "ms": ms},
-                    **{"quartiles": bench.quartiles(each), "images_per_s": 1e3 * count / ms},
-                    **{"ours_over_it": ms / first, "peak_mb": peaks.get(label)},
-                }
-                rows.append(row)
-                say(
-                    f"{mode:9}{task:10}{label:9} batch {count}: {ms:.2f} ms, {row['images_per_s']:.2f} images/s, "
-                    f"ours / it {row['ours_over_it']:.2f}"
-                )
-            del steps
-            if args.json:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                report = {"about": bench.about(setting), "rows": rows}
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
-
-
 def write(out: Path, name: str, args: argparse.Namespace, rows: list[dict], table: str) -> None:
-    """The results so far, as JSON and as a table."""
+    """Write the results so far, as JSON and as a table."""
     out.mkdir(parents=True, exist_ok=True)
     report = about(args) | {"rows": rows}
     (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -2,18 +2,18 @@
 
     python benchmarks/demo_weights.py DATA OUT                         # ours, packed, with cards; then the peers
     python benchmarks/demo_weights.py DATA OUT --jobs 4 --workers 4    # on a large GPU, four runs at once
-    python benchmarks/demo_weights.py DATA OUT --minutes 9             # in pieces: run it again to go on
+    python benchmarks/demo_weights.py DATA OUT --minutes 9             # stop after 9 minutes; run it again to resume
     python benchmarks/demo_weights.py DATA OUT --hold-out 0.1 --only classify --classify '--optim.lr 2e-3'   # to choose
     python benchmarks/demo_weights.py DATA OUT --toy --peers ''        # a few steps on a CPU, to try the script
 
-DATA holds oxford-iiit-pet/. Every model learns by the same recipe, heads and settings (demo.*): the classifier from
-nothing, segmenter and detector from the backbone of the classifier of the same model and seed, and what is measured
-are the last step's weights. Ours are packed from seed 0, whatever other seeds give, and the packed file is what its
-card reports.
+DATA holds oxford-iiit-pet/. All models use the same recipes, heads and settings (demo.*): the classifier is trained
+from scratch, segmenter and detector start from the backbone of the classifier of the same model and seed. The weights
+of the last step are measured. Seed 0 of our model is packed, whatever other seeds reach; its card reports the packed
+file.
 
-OUT gets NAME.safetensors, NAME.md, index.json and demo_weights.json (every run's figures): the files of src/pale/zoo
-but for the last. The runs themselves are under --runs. What is done already is not done again; a run that was cut off
-goes on. With --hold-out nothing is packed, and the test photos are not read.
+OUT gets NAME.safetensors, NAME.md, index.json and demo_weights.json (every run's figures): all but the last are the
+files of src/pale/weights/zoo. The runs themselves are under --runs. Finished runs are not repeated; an interrupted run
+resumes. With --hold-out nothing is packed, and the test photos are not read.
 """
 
 import argparse
@@ -46,14 +46,14 @@ from common import (
     summary,
 )
 
-from pale import weights as weight_files
-from pale import zoo
-from pale.data.images import read_image
-from pale.loading import load
+from pale.data.decoding import read_image
+from pale.predict.bundle import load
 from pale.recipes import get
+from pale.tools.measure import measure
+from pale.tools.publish import pack, read
 from pale.train.distributed import join
-from pale.zoo.folder import pack, read
-from pale.zoo.measure import measure
+from pale.weights import zoo
+from pale.weights.read import load_weights
 
 OURS = "pale_nano"
 PHOTOS = 64  # to compare logits before and after packing
@@ -102,7 +102,7 @@ PLANS = {
 
 
 def train(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
-    """Train, go on, or leave as it is; whether steps were recorded as CUDA graphs."""
+    """Train or resume a run unless it is finished; return whether its steps were CUDA graphs."""
     with alone(run):
         return train_alone(args, run, words)
 
@@ -110,7 +110,7 @@ def train(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
 def train_alone(args: argparse.Namespace, run: Path, words: list[object]) -> bool:
     eager = run.with_name(f"{run.name}.eager")
     recipe = get(str(words[0])).override({"model.name": words[words.index("--model.name") + 1]})
-    recorded = recipe.graphs(torch.cuda.is_available(), 1)
+    recorded = recipe.uses_cuda_graph(torch.cuda.is_available(), 1)
     graph = recorded and "--cuda_graph" not in words and not eager.exists()
     if done(run):
         return graph
@@ -129,8 +129,7 @@ def train_alone(args: argparse.Namespace, run: Path, words: list[object]) -> boo
         pale(*command, run=run, jobs=args.jobs, deadline=args.deadline)
     except subprocess.CalledProcessError as error:
         if graph:
-            told = "failed; perhaps its step cannot be recorded: again without"
-            print(f"{run.name} {told}", flush=True)
+            print(f"{run.name} failed; trying again without CUDA graphs", flush=True)
             eager.touch()
             shutil.rmtree(run, ignore_errors=True)
             return train_alone(args, run, words)
@@ -140,7 +139,7 @@ def train_alone(args: argparse.Namespace, run: Path, words: list[object]) -> boo
 
 
 def late(args: argparse.Namespace) -> bool:
-    """Whether it is too late to begin anything."""
+    """Return whether too little time is left to start a run."""
     return time.monotonic() > args.deadline - 20
 
 
@@ -153,15 +152,15 @@ def settings(args: argparse.Namespace, task: str) -> list[str]:
 
 
 def key(args: argparse.Namespace, task: str) -> str:
-    """Of all that the result depends on but model and seed: with other settings, another run."""
-    told = [get(PLANS[task].recipe).plain(), settings(args, task)]
+    """Return a hash of everything but model and seed that the result depends on."""
+    parts = [get(PLANS[task].recipe).plain(), settings(args, task)]
     if task != "classify":
-        told.append(None if args.scratch else key(args, "classify"))
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:8]
+        parts.append(None if args.scratch else key(args, "classify"))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 
 def trained(args: argparse.Namespace, task: str, model: str, seed: int) -> tuple[Path, bool]:
-    """The run of a task, after that of its classifier."""
+    """Train the run of a task, after that of its classifier; return its folder and whether it used CUDA graphs."""
     words: list[object] = [PLANS[task].recipe, "--data.root", args.data / "oxford-iiit-pet"]
     words += ["--model.name", model, "--seed", seed, "--data.workers", args.workers]
     words += ["--saving.every_minutes", 1, *settings(args, task)]
@@ -172,7 +171,7 @@ def trained(args: argparse.Namespace, task: str, model: str, seed: int) -> tuple
 
 
 def classifier(args: argparse.Namespace, model: str, seed: int) -> Path:
-    """What segmenter and detector start from: ours is the packed file, as its users have it."""
+    """Return the weights that segmenter and detector start from; for our model the packed file, as users have it."""
     if packs(args, model, seed):
         row(args, "classify", model, seed)
         return args.out / f"{PLANS['classify'].name}.safetensors"
@@ -180,36 +179,36 @@ def classifier(args: argparse.Namespace, model: str, seed: int) -> Path:
 
 
 def packs(args: argparse.Namespace, model: str, seed: int) -> bool:
-    """Whether a run's weights come with the package."""
+    """Return whether the weights of a run are included in the package."""
     return model == OURS and seed == 0 and not args.hold_out
 
 
 def identity(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
-    """What tells a row from others."""
-    said = {"task": task, "model": model, "seed": seed, "key": key(args, task)}
-    return said | {"settings": settings(args, task), "scratch": args.scratch or task == "classify"}
+    """Return the values that identify a row."""
+    found = {"task": task, "model": model, "seed": seed, "key": key(args, task)}
+    return found | {"settings": settings(args, task), "scratch": args.scratch or task == "classify"}
 
 
 def known(args: argparse.Namespace, task: str, model: str, seed: int) -> dict | None:
-    """The row of an earlier call with the same settings; not where its file is missing."""
-    said = identity(args, task, model, seed)
-    if packs(args, model, seed) and not zoo.find(PLANS[task].name, args.out):
+    """Return the row of an earlier call with the same settings, unless its file is missing."""
+    own = identity(args, task, model, seed)
+    if packs(args, model, seed) and not zoo.find_file(PLANS[task].name, args.out):
         return None
-    return next((r for r in args.rows if all(r.get(k) == v for k, v in said.items())), None)
+    return next((r for r in args.rows if all(r.get(k) == v for k, v in own.items())), None)
 
 
 def row(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
-    """A run's figures; those of an earlier call with the same settings stand."""
+    """Return the figures of a run, or those of an earlier call with the same settings."""
     if earlier := known(args, task, model, seed):
         return earlier
-    said = identity(args, task, model, seed)
+    own = identity(args, task, model, seed)
     run, graph = trained(args, task, model, seed)
-    if packs(args, model, seed) and late(args):  # measuring takes its time too
+    if packs(args, model, seed) and late(args):  # measuring takes time too
         raise StoppedError
-    args.rows[:] = [r for r in args.rows if any(r.get(k) != v for k, v in said.items())]
-    if not args.hold_out:  # what other settings gave does not belong into a card
-        args.rows[:] = [r for r in args.rows if r["task"] != task or r["key"] == said["key"]]
-    found = said | summary(run) | {"cuda_graph": graph, "params": parameters(run)}
+    args.rows[:] = [r for r in args.rows if any(r.get(k) != v for k, v in own.items())]
+    if not args.hold_out:  # a card shows one setting only
+        args.rows[:] = [r for r in args.rows if r["task"] != task or r["key"] == own["key"]]
+    found = own | summary(run) | {"cuda_graph": graph, "params": parameters(run)}
     print(f"{task}, {model}, seed {seed}: {figures(PLANS[task], found['val'])}", flush=True)
     args.rows.append(found)
     if packs(args, model, seed):
@@ -219,21 +218,21 @@ def row(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
 
 
 def ahead(args: argparse.Namespace, plan: list[tuple[str, str, int]]) -> None:
-    """Train all of a plan, several at once: classifiers first, and what starts from one as soon as it is there.
+    """Train all runs of a plan, several at once: classifiers first, then the runs that start from them.
 
-    Rows are not made here, but for the packed classifier that our segmenter and detector start from; what fails, or
-    is stopped, is told by who makes them.
+    Rows are computed later, except for the packed classifier that our segmenter and detector start from; that also
+    reports runs that failed or were stopped.
     """
     plan = [item for item in plan if known(args, *item) is None]
     first = [item for item in plan if item[0] == "classify"]
     rest = [item for item in plan if item[0] != "classify"]
-    if not args.scratch:  # those that the rest starts from, asked for or not
+    if not args.scratch:  # classifiers that the rest starts from
         first = list(dict.fromkeys(first + [("classify", model, seed) for _, model, seed in rest]))
     with pool(args.jobs) as executor:
-        begun = {executor.submit(trained, args, *item): item for item in first}
+        started = {executor.submit(trained, args, *item): item for item in first}
         after = [executor.submit(trained, args, *item) for item in rest if args.scratch]
-        for future in as_completed(begun):
-            _, *which = item = begun[future]
+        for future in as_completed(started):
+            _, *which = item = started[future]
             with suppress(StoppedError, RuntimeError):
                 future.result()
                 followers = [] if args.scratch else [i for i in rest if list(i[1:]) == which]
@@ -246,9 +245,9 @@ def ahead(args: argparse.Namespace, plan: list[tuple[str, str, int]]) -> None:
 
 
 def parameters(run: Path) -> int:
-    """Without what batch norm counts; a model's buffers are not its parameters."""
+    """Return the number of parameters, without the buffers of batch norm."""
     counted = ("running_mean", "running_var", "num_batches_tracked")
-    tensors = weight_files.load(run).tensors
+    tensors = load_weights(run).tensors
     return sum(t.numel() for n, t in tensors.items() if n.rpartition(".")[2] not in counted)
 
 
@@ -265,15 +264,15 @@ def publish(args: argparse.Namespace, task: str, run: Path, found: dict) -> None
     words += settings(args, task)
     if not found["scratch"]:
         words += ["--init", PLANS["classify"].name]
-    classes = len(weight_files.load(path).about["classes"])
-    entry = zoo.Entry(
+    classes = len(load_weights(path).about["classes"])
+    entry = zoo.ZooEntry(
         plan.name,
         plan.kind,
         OURS,
         path.name,
         f"{plan.name}.md",
         size,
-        zoo.digest(path),
+        zoo.file_sha256(path),
         found["params"],
         classes,
         {k: round(v, 4) for k, v in found["packed"].items()},
@@ -282,7 +281,7 @@ def publish(args: argparse.Namespace, task: str, run: Path, found: dict) -> None
         shlex.join(words),
     )
     (args.out / entry.card).write_text(f"# {plan.name}\n")
-    zoo.add(entry, args.out)
+    zoo.add_entry(entry, args.out)
 
 
 def effect(run: Path, path: Path, root: Path) -> dict:
@@ -329,17 +328,17 @@ def table(args: argparse.Namespace, task: str) -> str:
 
 
 def write(args: argparse.Namespace) -> None:
-    """All that is known so far: the rows, and the cards."""
+    """Write the rows and cards so far."""
     report = args.about | {"rows": args.rows}
     (args.out / "demo_weights.json").write_text(json.dumps(report, indent=1) + "\n")
     if not args.hold_out:
         for task, plan in PLANS.items():
-            if zoo.find(plan.name, args.out):
+            if zoo.find_file(plan.name, args.out):
                 (args.out / f"{plan.name}.md").write_text(card(args, task))
 
 
 DOES = {
-    "classify": "Tells 37 breeds of cats and dogs apart.",
+    "classify": "Classifies 37 breeds of cats and dogs.",
     "segment": "Finds the pet, the background and the border between them, pixel by pixel.",
     "detect": "Finds cats and dogs: box, species, silhouette.",
 }
@@ -352,18 +351,18 @@ USE = {
 }
 LIMITS = {
     "classify": "It knows the 37 breeds and nothing else: a photo of anything gets one of their names. "
-    "It sees the square in the middle of a photo.",
-    "segment": "It knows photos with one cat or dog that fills much of the picture; on others it guesses. "
+    "It is given the centre square of a photo.",
+    "segment": "It knows photos with one cat or dog that fills much of the image; on others it is unreliable. "
     "The border class is the trimap's, a band of some pixels that annotators left undecided.",
-    "detect": "Photos show one animal each, so it has never seen two that hide each other, nor a picture without "
+    "detect": "Photos show one animal each, so it has never seen two that hide each other, nor an image without "
     "any. Silhouettes end where the trimap's border begins.",
 }
 
 
 def card(args: argparse.Namespace, task: str) -> str:
-    """The model card, as the hub shows it."""
+    """Return the model card, as the Hugging Face hub shows it."""
     plan = PLANS[task]
-    entry = zoo.get(plan.name, args.out)
+    entry = zoo.get_entry(plan.name, args.out)
     ours = next(r for r in args.rows if r["task"] == task and "packed" in r)
     recipe = read(args.out / entry.file)[1]
     facts = args.about["environment"]
@@ -405,7 +404,7 @@ def card(args: argparse.Namespace, task: str) -> str:
     )
     limits = (
         f"{LIMITS[task]} Trained for minutes on few photos, it shows what the code does and is no product. How it "
-        "treats animals, cameras and light that the photos do not show has not been looked at."
+        "treats animals, cameras and light that the photos do not show has not been tested."
     )
     toy = "**A toy run, to test the script: these weights are of no use.**\n\n" if args.toy else ""
     return f"""---
@@ -484,18 +483,24 @@ def main() -> None:
         "--only", type=words_of, default=list(PLANS), help="classify,segment,detect"
     )
     parser.add_argument(
-        "--peers", type=words_of, default=["convnext_zepto_rms"], help="models of timm's, or ''"
+        "--peers", type=words_of, default=["convnext_zepto_rms"], help="timm models, or ''"
     )
-    parser.add_argument("--seeds", type=int, default=1, help="of ours; 0 is what is packed")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds of our model; seed 0 is packed")
     parser.add_argument("--peer-seeds", type=int, default=1)
-    parser.add_argument("--hold-out", type=float, default=0.0, help="validate on this share")
+    parser.add_argument(
+        "--hold-out", type=float, default=0.0, help="validate on this share of the training set"
+    )
     for task in PLANS:
         parser.add_argument(f"--{task}", default="", metavar="SETTINGS", help="'--epochs 100'")
-    parser.add_argument("--scratch", action="store_true", help="no backbone of the classifier")
-    parser.add_argument("--workers", type=int, default=14, help="of each run, to read data")
+    parser.add_argument(
+        "--scratch", action="store_true", help="do not start from the classifier's backbone"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=14, help="data loading processes of each run"
+    )
     add_jobs(parser)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop and save after this")
-    parser.add_argument("--commit", help="where there is no history to ask")
+    parser.add_argument("--commit", help="commit to record if there is no git history")
     parser.add_argument("--toy", action="store_true", help="a few steps, to try the script")
     args = parser.parse_args()
     stoppable()

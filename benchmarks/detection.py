@@ -1,14 +1,14 @@
-"""Mask R-CNN on Pale-T: 64 pictures of COCO learned by heart, and pet silhouettes beside timm's Swin-T.
+"""Mask R-CNN on Pale-T: overfit 64 images of COCO, and train on pet silhouettes beside timm's Swin-T.
 
-Both backbones see the same recipe, steps and data. What is done already is not done again, so a run that was
-cut off goes on. Expected under DATA are coco-mini/ and oxford-iiit-pet/.
+Both backbones get the same recipe, steps and data. Finished runs are not repeated and interrupted ones resume. DATA
+holds coco-mini/ and oxford-iiit-pet/.
 
     python benchmarks/detection.py DATA OUT                       # everything, three seeds for ours, one for the peer
     python benchmarks/detection.py DATA OUT --only overfit
     python benchmarks/detection.py DATA OUT --only pets --seeds 1 --peer-seeds 1 --settings '--epochs 20'
 
-OUT gets a folder for each run, detection.json, detection.md, curves.png and predictions.png (found shapes on
-white alone: pictures of the data sets must not be passed on).
+OUT gets a folder for each run, detection.json, detection.md, curves.png and predictions.png (predicted
+shapes on white only: the images of the datasets must not be redistributed).
 """
 
 import argparse
@@ -21,12 +21,12 @@ from common import arguments, curves, ends, made, mean, strips, summary, trained
 from PIL import Image
 
 from pale.data import rle
-from pale.tasks.detection import overlay
+from pale.tasks.detection.draw import overlay
 
 MODELS = {"pale_t": "pale_tiny", "swin_t": "swin_tiny_patch4_window7_224"}
 TASKS = {"overfit": "coco.overfit", "pets": "pets.mask_rcnn_pale_t"}
 ROOTS = {"overfit": "coco-mini", "pets": "oxford-iiit-pet"}
-GOAL = {"box_ap50": 80.0, "mask_ap50": 70.0}  # of the overfitted 64 pictures
+GOAL = {"box_ap50": 80.0, "mask_ap50": 70.0}  # on the 64 overfitted images
 COLUMNS = ("box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75")
 
 
@@ -50,25 +50,25 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         if row["task"] == "overfit":
             reached = all(row["val"][name] > goal for name, goal in GOAL.items())
-            lines.append(f"\nLearned by heart (over {GOAL}): {'yes' if reached else 'no'}")
+            lines.append(f"\nOverfitted (above {GOAL}): {'yes' if reached else 'no'}")
     return "\n".join(lines) + "\n"
 
 
 def predictions(args: argparse.Namespace, rows: list[dict], path: Path) -> None:
-    """What each model's first seed finds in its best and worst pets, without the pictures."""
+    """Draw the predictions of the first seed of each model for its best and worst images, without the images."""
     lines = []
     for row in (r for r in rows if r["task"] == "pets" and r["seed"] == 0):
         details = json.loads((args.out / row["run"] / "evaluation.json").read_text())
-        pictures = [
+        drawn = [
             (shapes(e["detections"], details["classes"]), f"F1 {e['f1']:.0f}")
             for e in ends(details["gallery"])
         ]
-        lines.append((f"{row['model']}: best and worst pets", pictures))
+        lines.append((f"{row['model']}: best and worst pets", drawn))
     strips(lines, path)
 
 
 def shapes(found: list[dict], classes: list[str]) -> Image.Image | None:
-    """What was found on grey, if anything was."""
+    """Return the predictions drawn on grey, None if there are none."""
     if not found:
         return None
     mask = found[0]["segmentation"]
@@ -79,13 +79,15 @@ def shapes(found: list[dict], classes: list[str]) -> Image.Image | None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", choices=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=3, help="of ours, on pets")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of our model on pets")
     parser.add_argument("--peer-seeds", type=int, default=1)
-    parser.add_argument("--settings", default="", help="of the pets' runs: '--epochs 10'")
-    parser.add_argument("--overfit-settings", default="", help="of the overfitted run")
+    parser.add_argument(
+        "--settings", default="", help="settings of the runs on pets: '--epochs 10'"
+    )
+    parser.add_argument("--overfit-settings", default="", help="settings of the overfitted run")
     args = parser.parse_args()
     seeds = {"pale_t": args.seeds, "swin_t": args.peer_seeds}
-    # Peers before further seeds: when time runs out, seeds are what is missing.
+    # Peers before further seeds: if time runs out, only seeds are missing.
     plan = [("overfit", "pale_t", 0)] if args.only in (None, "overfit") else []
     if args.only in (None, "pets"):
         plan += [

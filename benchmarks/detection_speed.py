@@ -3,28 +3,34 @@
     python benchmarks/detection_speed.py --json OUT/detection_speed.json
 
 On random images of 800x1280 with ten random objects each. A training step is forward, losses, backward and AdamW
-at `--batch` images under bf16 autocast; inference is one image to 28x28 masks (torchvision's pastes them, as it
-always does), bf16 autocast. With --mode compiled, backbone and pyramid are compiled; with graphs they are recorded, as
-`pale train --cuda_graph true` has it in training, and in inference `pale.optimize(model, cuda_graph=True)`, of which
-the peers get the graph and the 16 bits.
+at `--batch` images under bf16 autocast; inference is one image to 28x28 masks (torchvision's pastes them into the
+image), bf16 autocast. Backbone and pyramid are what is compiled and recorded, for all models: in training as `pale
+train --cuda_graph true` records them, in inference as `pale.optimize(model, cuda_graph=True)`, of which the peers get
+the graph and the 16 bits. Modes: speeds.py.
 """
 
 import argparse
 
 import torch
-from common import compare_speeds, speed_arguments
+from speeds import (
+    Compiled,
+    compare_speeds,
+    compiled_around,
+    is_compiled,
+    is_recorded,
+    speed_arguments,
+)
 from torchvision.models.detection import maskrcnn_resnet50_fpn
 from torchvision.models.detection.image_list import ImageList
 
 import pale
-from pale.optimize import Graphed, Part
-from pale.recipes.schema import Detection
-from pale.tasks.detection import DetectionModel
-from pale.tasks.detection.mask_rcnn import DYNAMIC
+from pale.model.optimize import Graphed, Part
+from pale.model.pale_transformer import PaleTransformer
+from pale.recipes.kinds import Detection
+from pale.tasks.detection.model import DetectionModel
 from pale.train.graphed import record_part
 
 MODELS = {"pale_t": "pale_tiny", "swin_t": "swin_tiny_patch4_window7_224", "resnet50": None}
-MODES = ("eager", "compiled", "graphs")
 OBJECTS = 10
 
 
@@ -66,20 +72,33 @@ def inputs(label: str, batch: int, size: tuple[int, int], device: str):
     return ImageList(images, [size] * batch), targets
 
 
+def ready(model, body: str, mode: str, device: str):
+    """Return a detector for inference, its backbone and pyramid compiled or recorded according to the mode."""
+    if not mode.endswith("graphs"):
+        if is_compiled(mode):
+            setattr(model, body, Compiled(getattr(model, body)))
+        return model
+    ours = any(isinstance(module, PaleTransformer) for module in model.modules())
+    if ours:
+        model = pale.optimize(model)
+        part = getattr(model, body).part
+    else:
+        part = getattr(model, body).to(torch.bfloat16)
+    if is_compiled(mode):
+        part = compiled_around(part) if ours else Compiled(part)
+    if is_recorded(mode, device):
+        part = Graphed(part)
+    setattr(model, body, Part(part, torch.bfloat16))
+    return model
+
+
 def step_of(label: str, task: str, args: argparse.Namespace, mode: str):
     size = tuple(args.size)
     model = build(label, size, args.device)
     images, targets = inputs(label, args.batch if task == "training" else 1, size, args.device)
     body = "body" if MODELS[label] else "backbone"
-    if mode == "compiled":
-        getattr(model, body).compile(dynamic=True, options=DYNAMIC)
     if task == "inference":
-        model.eval()
-        if mode == "graphs" and label == "pale_t":
-            model = pale.optimize(model, cuda_graph=True)
-        elif mode == "graphs":
-            part = Graphed(getattr(model, body).to(torch.bfloat16))
-            setattr(model, body, Part(part, torch.bfloat16))
+        model = ready(model.eval(), body, mode, args.device)
 
         def infer() -> None:
             with torch.no_grad(), torch.autocast(args.device, torch.bfloat16):
@@ -87,7 +106,9 @@ def step_of(label: str, task: str, args: argparse.Namespace, mode: str):
 
         return infer
     model.train()
-    if mode == "graphs":
+    if is_compiled(mode):
+        setattr(model, body, Compiled(getattr(model, body)).train())
+    if is_recorded(mode, args.device):
         example = torch.zeros(args.batch, 3, *size, device=args.device)
         record_part(getattr(model, body), example, torch.bfloat16)
     optim = Detection().optim
@@ -111,7 +132,6 @@ def step_of(label: str, task: str, args: argparse.Namespace, mode: str):
 def main() -> None:
     parser = speed_arguments(__doc__, 8, (800, 1280))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--mode", nargs="+", default=["eager"], choices=MODES)
     args = parser.parse_args()
 
     def make(label: str, task: str, mode: str):

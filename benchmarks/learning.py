@@ -1,9 +1,9 @@
-"""Every back-end learns, eager, compiled and as a CUDA graph: the same steps on tiny-imagenet-50, losses side by side.
+"""Train with every back-end, eager, compiled and as a CUDA graph: the same steps on tiny-imagenet-50.
 
     python benchmarks/learning.py DATA OUT --size 64 --batch 256
 
-DATA holds tiny-imagenet-50/. What is compared is the mean training loss of the last tenth of the steps; chance is
-ln 50.
+DATA holds tiny-imagenet-50/. The mean training losses of the last tenth of the steps are compared; chance level
+is ln 50.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python benchmarks/onnx_cpu.py --threads 2 -o benchmarks/results/onnx_cpu.md
 
-All ways of all models take turns in one process, so that whatever slows the machine down slows all alike; a row is the
-median of its rounds. Swin takes one size alone: its file is made with `--fixed`. Ours is made twice, so, and for every
-size. The machine must be quiet: the quartiles tell.
+All ways of all models take turns in one process, so that other load affects all in the same way; a row is the median
+of its rounds. Swin supports a single size, so it is exported with `--fixed`; ours is exported both ways. The machine
+must be idle: the quartiles show whether it was.
 """
 
 import argparse
@@ -19,7 +19,8 @@ import timm
 import torch
 
 import pale
-from pale.bench import create, quartiles
+from pale.bench.models import create_model
+from pale.bench.timing import quartiles
 
 MODELS = ("pale_tiny", "swin_tiny_patch4_window7_224")
 
@@ -34,8 +35,8 @@ def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
 
 
 def ways(name: str, size: int, threads: int, folder: Path, int8: bool):
-    """Callables by name, each images -> logits."""
-    model = create(name, (size, size)).eval().requires_grad_(False)
+    """Return callables by name, each images -> logits."""
+    model = create_model(name, (size, size)).eval().requires_grad_(False)
     found = {"eager": model, "compiled": torch.compile(model, dynamic=False)}
     made = [(kind, True) for kind in (["onnx", "int8"] if int8 else ["onnx"])]
     made += [("onnx", False)] * name.startswith("pale_")

@@ -1,11 +1,10 @@
-"""Whether reading photos keeps a GPU busy: workers, decoding on the GPU, and pictures kept there, each in a real run.
+"""Measure whether data loading keeps a GPU busy: workers, decoding on the GPU, or images kept there, in real runs.
 
     python benchmarks/reading.py DATA OUT
 
-DATA holds coco-mini/, whose photos (640x480 and the like) are linked often enough to make a set of --photos. For each
-way the loader is measured alone, and then a run of imagenet.pale_t at 224 px with the paper's augmentation: images/s
-are those of the second half of its steps. What a run can reach at most is the speed of the same step on a batch that is
-on the device already, which is measured last.
+DATA holds coco-mini/, whose photos (about 640x480) are linked repeatedly to make a dataset of --photos. Each way is
+measured with the loader alone and in a run of imagenet.pale_t at 224 px with the paper's augmentation (images/s over
+the second half of its steps). The upper bound, the same step on a batch that is on the device already, comes last.
 """
 
 import argparse
@@ -25,14 +24,18 @@ from pale.recipes import get
 from pale.train.distributed import join
 from pale.train.evaluate import to_device
 from pale.train.log import read as events
-from pale.train.loop import Trainer
+from pale.train.loop import build_trainer
 
-WAYS = ("pictures", "decoding", "nothing")
-LOGGED = 10  # steps at a time: to look at each would make the GPU wait
+WAYS = (
+    "pictures",  # kept name
+    "decoding",
+    "nothing",
+)
+LOGGED = 10  # steps: reading every loss would make the GPU wait
 
 
 def photos(args: argparse.Namespace) -> Path:
-    """Class folders with links to the photos, again and again."""
+    """Write class folders with repeated links to the photos."""
     root = args.out / "photos"
     found = sorted((args.data / "coco-mini/train2017").resolve().glob("*.jpg"))
     for split, count in (("train", args.photos), ("val", 64)):
@@ -68,7 +71,7 @@ def read(args: argparse.Namespace, way: str) -> dict:
 
 
 def in_memory(args: argparse.Namespace) -> dict:
-    """The same steps, all on one batch that is on the device already."""
+    """Measure the same steps on one batch that is on the device already."""
     recipe = get("imagenet.pale_t").override(
         {
             "data.root": str(args.out / "photos"),
@@ -80,7 +83,7 @@ def in_memory(args: argparse.Namespace) -> dict:
         }
     )
     with join() as world:
-        trainer = Trainer(recipe, args.out / "in_memory", world)
+        trainer = build_trainer(recipe, args.out / "in_memory", world)
         batch = trainer.task.collate([trainer.data[0, i] for i in range(args.batch)])
         batches = map(dict, repeat(to_device(batch, world.device)))
         times = []

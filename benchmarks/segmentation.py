@@ -1,13 +1,13 @@
 """UperNet on Pale-T beside the same UperNet on timm's Swin-T: CamVid pre-trained, pets from scratch.
 
-Both backbones see the same recipe, steps and data. What is done already is not done again, so a run that was
-cut off goes on. Expected under DATA are tiny-imagenet-50/, camvid/ and oxford-iiit-pet/.
+Both backbones get the same recipe, steps and data. Finished runs are not repeated and interrupted ones resume. DATA
+holds tiny-imagenet-50/, camvid/ and oxford-iiit-pet/.
 
     python benchmarks/segmentation.py DATA OUT                     # everything, three seeds for ours, one for the peer
     python benchmarks/segmentation.py DATA OUT --only camvid --seeds 1 --peer-seeds 1
 
 OUT gets a folder for each run, segmentation.json, segmentation.md, curves.png and predictions.png (predicted
-classes alone: pictures of the data sets must not be passed on).
+classes only: the images of the datasets must not be redistributed).
 """
 
 import argparse
@@ -18,19 +18,20 @@ from pathlib import Path
 from common import arguments, curves, ends, made, mean, pale, strips, summary, trained, write
 
 from pale.recipes import get
-from pale.tasks.segmentation.metric import indexed, unpack
+from pale.tasks.segmentation.draw import indexed
+from pale.tasks.segmentation.metric import unpack
 
 MODELS = {"pale_t": "pale_tiny", "swin_t": "swin_tiny_patch4_window7_224"}
 ROOTS = {"camvid": "camvid", "pets": "oxford-iiit-pet"}
 
 
 def pretrained(args: argparse.Namespace, label: str) -> Path:
-    """What small_data.py trains on tiny-imagenet-50; Swin's windows stay 7 on any map: all weights fit later."""
+    """Pre-train as small_data.py does on tiny-imagenet-50; Swin keeps windows of 7, so that all weights fit later."""
     words: list[object] = ["small_data.pale_t", "--data.root", args.data / "tiny-imagenet-50"]
     words += ["--model.name", MODELS[label]]
     if label == "swin_t":
         words += ["--model.options", json.dumps({"always_partition": True, "img_size": 128})]
-    words += ["--data.workers", args.workers, "--data.on_device", "pictures", "--eval_every", 20]
+    words += ["--data.workers", args.workers, "--data.on_device=pictures", "--eval_every", 20]
     words += shlex.split(args.pretraining)
     return trained(args.out / f"pretrain_{label}", *words, jobs=args.jobs)
 
@@ -74,7 +75,7 @@ def table(rows: list[dict]) -> str:
 
 
 def predictions(args: argparse.Namespace, rows: list[dict], path: Path) -> None:
-    """For the same images, labels excepted: what each model's first seed says; a line a model."""
+    """Draw the predictions of the first seed of each model for the same images, one row per model."""
     lines = []
     for row in sorted(
         (r for r in rows if r["seed"] == 0), key=lambda r: list(ROOTS).index(r["task"])
@@ -83,24 +84,28 @@ def predictions(args: argparse.Namespace, rows: list[dict], path: Path) -> None:
         recipe = get(f"{task}.upernet_pale_t").override({"data.root": str(args.data / ROOTS[task])})
         colours = recipe.data.class_list().colours
         entries = json.loads((args.out / row["run"] / "evaluation.json").read_text())["gallery"]
-        pictures = [
+        drawn = [
             (indexed(unpack(e["prediction"]), colours).convert("RGB"), f"mIoU {e['miou']:.0f}")
             for e in ends(entries)
         ]
-        lines.append((f"{task}, {row['model']}: best and worst", pictures))
+        lines.append((f"{task}, {row['model']}: best and worst", drawn))
     strips(lines, path)
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", choices=list(ROOTS))
-    parser.add_argument("--seeds", type=int, default=3, help="of ours")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of our model")
     parser.add_argument("--peer-seeds", type=int, default=1)
-    parser.add_argument("--pretraining", default="", help="settings of it: '--epochs 1'")
-    parser.add_argument("--settings", default="", help="of the segmentation runs: '--steps 10'")
+    parser.add_argument(
+        "--pretraining", default="", help="settings of the pre-training: '--epochs 1'"
+    )
+    parser.add_argument(
+        "--settings", default="", help="settings of the segmentation runs: '--steps 10'"
+    )
     args = parser.parse_args()
     seeds = {"pale_t": args.seeds, "swin_t": args.peer_seeds}
-    # Peers before further seeds: when time runs out, seeds are what is missing.
+    # Peers before further seeds: if time runs out, only seeds are missing.
     plan = [
         (task, label, seed)
         for seed in range(max(seeds.values()))

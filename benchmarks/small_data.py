@@ -1,11 +1,11 @@
-"""Classification from scratch on small sets: Pale-T beside models of timm's under the same recipe.
+"""Classification from scratch on small sets: Pale-T beside timm models by the same recipe.
 
     python benchmarks/small_data.py DATA OUT                       # three seeds for ours, one for the peers
     python benchmarks/small_data.py DATA OUT --jobs 3 --workers 5  # on a large GPU, three runs at once
     python benchmarks/small_data.py DATA OUT --hold-out 0.1 --only tiny --models pale_t   # to choose settings
 
-DATA holds tiny-imagenet-50/ and oxford-iiit-pet/. What is done already is not done again, so a run that was cut off
-goes on. With --hold-out, validation is on a share of the training images, and the val images are not read.
+DATA holds tiny-imagenet-50/ and oxford-iiit-pet/. Finished runs are not repeated and interrupted ones
+resume. With --hold-out, validation uses a share of the training images, and the val images are not read.
 
 "tokens" is tiny-imagenet-50 again, with MixToken, and with MixToken and the token labels of a teacher: the first seed
 of "tiny", trained here.
@@ -54,7 +54,7 @@ def classify(args: argparse.Namespace, task: str, label: str, seed: int) -> dict
         words += ["--batch", 256, "--warmup_epochs", 10]
     else:
         words += ["--data.root", args.data / "tiny-imagenet-50"]
-    words += ["--data.workers", args.workers, "--eval_every", 20, "--data.on_device", "pictures"]
+    words += ["--data.workers", args.workers, "--eval_every", 20, "--data.on_device=pictures"]
     if args.hold_out:
         words += ["--data.hold_out", args.hold_out]
     words += shlex.split(args.settings)
@@ -64,7 +64,7 @@ def classify(args: argparse.Namespace, task: str, label: str, seed: int) -> dict
 
 
 def token_labels(args: argparse.Namespace) -> Path:
-    """A store of the first run's labels."""
+    """Return the token labels of the first run."""
     teacher = args.out / classify(args, "tiny", "pale_t", 0)["run"]
     store = args.out / "token_labels"
     with alone(store):
@@ -100,14 +100,14 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", choices=PLANS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--seeds", type=int, default=3, help="of ours")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of our model")
     parser.add_argument("--peer-seeds", type=int, default=1)
     parser.add_argument("--pets-size", type=int, default=160)
     parser.add_argument("--pets-epochs", type=int, default=100)
     parser.add_argument("--hold-out", type=float, default=0.0)
-    parser.add_argument("--settings", default="", help="of all runs: '--cuda_graph true'")
+    parser.add_argument("--settings", default="", help="settings of all runs: '--cuda_graph true'")
     args = parser.parse_args()
-    # Peers before further seeds: when time runs out, seeds are what is missing.
+    # Peers before further seeds: if time runs out, only seeds are missing.
     plan = [
         (task, label, seed)
         for seed in range(max(args.seeds, args.peer_seeds))

@@ -1,0 +1,227 @@
+"""Published tables and the paper's ablations on Tiny-ImageNet-200, each with one resumable command.
+
+    python benchmarks/evidence.py tiny200 DATA OUT --parts calibration protocol   # train; what is done is skipped
+    python benchmarks/evidence.py tables RESULTS [RESULTS ...] -o evidence.md     # merge folders of several machines
+
+DATA is the folder tiny-imagenet-200 as Stanford's archive unpacks it (train/<wnid>/images, val/images,
+val/val_annotations.txt). OUT gets the images as `pale train` reads them, one run folder per run and one file per
+finished run under OUT/results, with hardware, versions, commit, command, curve and result. `evidence_plan.py` has the
+runs, the recipes with their sources, and the predictions. To run several processes side by side give each its own runs
+by --shard i/n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import evidence_models  # noqa: F401 (registers them with timm)
+import torch
+from evidence_plan import PADDED, PARTS, PREDICTIONS, Run
+from PIL import Image
+
+from pale.train.checkpoint import newest
+from pale.train.distributed import join
+from pale.train.environment import environment
+from pale.train.log import read
+from pale.train.loop import train
+
+# 95 % two-sided quantiles of Student's t distribution by degrees of freedom.
+STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}
+PUBLISHED = {  # Tiny-ImageNet column of the README of aanna0701/SPT_LSA_ViT at 54bd796
+    "ViT": 57.07,
+    "Swin": 60.87,
+    "CaiT": 64.37,
+    "SL-ViT": 61.07,
+    "SL-Swin": 64.95,
+    "SL-CaiT": 67.18,
+}
+
+
+def prepare(data: Path, out: Path) -> Path:
+    """Write train, train_padded and val as class folders; return their root."""
+    root = out / "tiny200"
+    if (root / "complete").exists():
+        return root
+    jobs = []
+    for folder in sorted((data / "train").iterdir()):
+        for path in sorted((folder / "images").glob("*.JPEG")):
+            jobs.append((path, root / "train" / folder.name / path.name, 0))
+            padded = root / "train_padded" / folder.name / f"{path.stem}.png"
+            jobs.append((path, padded, (PADDED - 64) // 2))
+    for line in (data / "val" / "val_annotations.txt").read_text().splitlines():
+        name, wnid = line.split("\t")[:2]
+        jobs.append((data / "val" / "images" / name, root / "val" / wnid / name, 0))
+    if len(jobs) != 210_000:
+        raise SystemExit(
+            f"{data} must hold 100,000 + 10,000 images, found {len(jobs)} files to write"
+        )
+    for parent in {target.parent for _, target, _ in jobs}:
+        parent.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(_convert, jobs, chunksize=500))
+    (root / "complete").touch()
+    return root
+
+
+def _convert(job: tuple[Path, Path, int]) -> None:
+    source, target, border = job
+    if not border:
+        target.write_bytes(source.read_bytes())
+        return
+    with Image.open(source, formats=["JPEG"]) as image:
+        padded = Image.new("RGB", (image.width + 2 * border, image.height + 2 * border))
+        padded.paste(image.convert("RGB"), (border, border))
+    padded.save(target, compress_level=1)
+
+
+def execute(run: Run, args: argparse.Namespace) -> None:
+    """Train one run, or resume it, and write its result file."""
+    folder, result = args.out / "runs" / run.name, args.out / "results" / f"{run.name}.json"
+    if result.exists():
+        return
+    recipe = run.recipe.override(
+        {"data.workers": args.workers, "compile": args.compile, "cuda_graph": args.graph}
+    )
+    began, resume = time.monotonic(), newest(folder / "checkpoints") is not None
+    with join() as world:
+        outcome = train(recipe, folder, world, resume=resume, quiet=True)
+        facts = environment(world)
+    if outcome.signal is not None:
+        raise SystemExit(f"{run.name}: stopped after step {outcome.step}; run the command again")
+    events = read(folder / "log.jsonl")
+    evals = [(e["epoch"], e["top1"]) for e in events if e["event"] == "eval"]
+    steps = [e for e in events if e["event"] == "step"]
+    row = {
+        "part": run.part,
+        "label": run.label,
+        "seed": run.seed,
+        "last": evals[-1][1],
+        "best": max(top1 for _, top1 in evals),
+        "evaluations": evals,
+        "loss": [(e["step"], e["loss"]) for e in steps[:: max(1, len(steps) // 40)]],
+        "images_per_s": statistics.median(e["images_per_s"] for e in steps),
+        "seconds_of_last_start": time.monotonic() - began,
+        "resumed": resume,
+        "side_by_side": args.shard[1],
+        "environment": facts | {"host": platform.machine()},
+        "command": shlex.join(["python", *sys.argv]),
+        "recipe": recipe.plain(),
+    }
+    result.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = result.with_suffix(".part")
+    partial_file.write_text(json.dumps(row, indent=1, default=str) + "\n")
+    partial_file.replace(result)
+    print(f"{run.name}: last {row['last']:.2f}, best {row['best']:.2f}", flush=True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def tiny200(args: argparse.Namespace) -> None:
+    """Run the chosen parts in their order."""
+    root = prepare(args.data, args.out)
+    runs = [run for part in args.parts for run in PARTS[part](root)]
+    if args.labels:
+        runs = [run for run in runs if run.label in args.labels]
+    index, count = args.shard
+    for run in runs[index::count]:
+        print(f"{run.name}: {run.recipe.epochs} epochs", flush=True)
+        execute(run, args)
+
+
+def load(folders: list[Path]) -> list[dict]:
+    """Read all result files; of the same run the one that was written last counts."""
+    rows: dict[tuple, tuple[float, dict]] = {}
+    for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
+        row, written = json.loads(path.read_text()), path.stat().st_mtime
+        key = row["part"], row["label"], row["seed"]
+        if key not in rows or rows[key][0] < written:
+            rows[key] = written, row
+    return [row for _, row in rows.values()]
+
+
+def interval(values: list[float]) -> str:
+    """Return mean and 95 % interval (Student's t) of the seeds."""
+    if len(values) < 2:
+        return f"{values[0]:.2f}"
+    half = STUDENT[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.mean(values):.2f} ± {half:.2f}"
+
+
+def tables(args: argparse.Namespace) -> None:
+    """Print one table per part, and write it where asked."""
+    rows = load(args.results)
+    text = "\n\n".join(_table(part, rows) for part in PARTS if any(r["part"] == part for r in rows))
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n")
+
+
+def _table(part: str, rows: list[dict]) -> str:
+    chosen: dict[str, list[dict]] = defaultdict(list)
+    for row in rows:
+        own = row["part"] == part
+        if own or (
+            part in ("sizes", "positions") and (row["part"], row["label"]) == ("modes", "parallel")
+        ):
+            chosen[row["label"]].append(row)
+    lines = [f"### {part}", ""]
+    if part in PREDICTIONS:
+        lines += [f"Prediction: {PREDICTIONS[part]}", ""]
+    if part in ("calibration", "protocol"):
+        known = ", ".join(f"{name} {top1}" for name, top1 in PUBLISHED.items())
+        lines += [f"Published (arXiv 2112.13492): {known}.", ""]
+    lines += ["| run | seeds | last top-1 | best top-1 | images/s | hardware | commit |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+    for label, group in chosen.items():
+        facts = group[0]["environment"]
+        commits = sorted({str(r["environment"]["commit"])[:9] for r in group})
+        cells = [label, len(group), *(interval([r[k] for r in group]) for k in ("last", "best"))]
+        cells += [f"{statistics.median(r['images_per_s'] for r in group):.0f}"]
+        cells += [f"{facts['device']}, torch {facts['torch']}", ", ".join(commits)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, count = map(int, text.split("/"))
+    return index, count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("tiny200", help="train on Tiny-ImageNet-200")
+    run.add_argument("data", type=Path)
+    run.add_argument("out", type=Path)
+    run.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    run.add_argument("--labels", nargs="+", help="only these runs of the parts")
+    run.add_argument("--shard", type=_shard, default=(0, 1), metavar="i/n", help="every n-th run")
+    run.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
+    run.add_argument("--compile", action="store_true", help="torch.compile the models")
+    run.add_argument("--graph", default="auto", choices=["auto", "true", "false"])
+    run.set_defaults(run=tiny200)
+    merge = commands.add_parser("tables", help="print the tables of result folders")
+    merge.add_argument("results", type=Path, nargs="+")
+    merge.add_argument("-o", "--output", type=Path)
+    merge.set_defaults(run=tables)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
