@@ -1,8 +1,8 @@
-"""What the site takes from the code at build time, so that it cannot go stale.
+"""Generate parts of the site from the code at build time, so that they cannot become outdated.
 
-`<!-- commands -->` in a page becomes the reference of all commands, from their parsers; `<!-- recipes -->` tables of
-all recipes; `<!-- changelog -->` CHANGELOG.md. Pages that live beside the code (`OUTSIDE`) become pages of the
-site, and links to them, which lead out of docs/ on a forge, lead to those pages.
+`<!-- commands -->` in a page is replaced by the reference of all commands, from their parsers; `<!-- recipes -->` by
+tables of all recipes; `<!-- changelog -->` by CHANGELOG.md. Pages outside docs/ (`OUTSIDE`) become pages of the site,
+and links to them are rewritten to point to those pages.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from pale import recipes
-from pale.cli import _parser
-from pale.cli_parser import Help, choices, commands_of, grouped, metavar, shown_default, walk
-from pale.cli_train import OVERRIDDEN
+from pale.cli.commands import build_parser
+from pale.cli.parser import Help, Parser, help_line, walk
 
 ROOT = Path(__file__).parent.parent
-# Files of the repository and the pages that they become.
+# Files outside docs/ and their pages on the site.
 OUTSIDE = {
+    "SECURITY.md": "security.md",
     "src/pale/ops/pale_attention/README.md": "attention_kernels.md",
     "benchmarks/results/h200.md": "results/h200.md",
     "benchmarks/results/h200.json": "results/h200.json",
@@ -32,6 +32,7 @@ OUTSIDE = {
     "benchmarks/results/small_data_h200.md": "results/small_data_h200.md",
     "benchmarks/results/small_data_h200.json": "results/small_data_h200.json",
     "benchmarks/results/small_data_h200.png": "results/small_data_h200.png",
+    "benchmarks/results/kills.md": "results/kills.md",
     "benchmarks/results/reading_h200.md": "results/reading_h200.md",
     "benchmarks/results/reading_h200.json": "results/reading_h200.json",
     "benchmarks/results/segmentation_h200.md": "results/segmentation_h200.md",
@@ -47,20 +48,21 @@ OUTSIDE = {
     "benchmarks/results/demo_weights_h200.json": "results/demo_weights_h200.json",
     "benchmarks/results/cpu.md": "results/cpu.md",
     "benchmarks/results/onnx_cpu.md": "results/onnx_cpu.md",
+    "benchmarks/results/interop.json": "results/interop.json",
     "examples/onnx_predict.py": "examples/onnx_predict.py",
 }
 LINK = re.compile(r"(\]\()([^)#\s]+)([)#])")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from outside docs/."""
+    """Add the pages outside docs/."""
     for source, page in OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Fill in what is generated, and turn links to files outside docs/ into links to their pages."""
+    """Insert generated text, and rewrite links to files outside docs/ to their pages."""
     for name, make in (("commands", commands), ("recipes", recipe_tables), ("changelog", changes)):
         mark = f"<!-- {name} -->"
         if mark in markdown:
@@ -69,7 +71,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def relinked(markdown: str, page: str) -> str:
-    """A page with its links to files of the repository leading to the pages that they have become."""
+    """Return a page with links to files outside docs/ rewritten to their pages on the site."""
     depth = "../" * page.count("/")
 
     def lead(match: re.Match[str]) -> str:
@@ -81,18 +83,21 @@ def relinked(markdown: str, page: str) -> str:
             inside = str(found.resolve().relative_to(ROOT))
         except ValueError:
             return match.group()
+        if target.startswith("../docs/"):  # from CHANGELOG.md
+            return f"{before}{depth}{inside.removeprefix('docs/')}{after}"
         return f"{before}{depth}{OUTSIDE[inside]}{after}" if inside in OUTSIDE else match.group()
 
     return LINK.sub(lead, markdown)
 
 
 def changes() -> str:
-    """CHANGELOG.md, less its title."""
-    return (ROOT / "CHANGELOG.md").read_text().partition("\n")[2]
+    """Return CHANGELOG.md without its title, with links relative to docs/."""
+    text = (ROOT / "CHANGELOG.md").read_text().partition("\n")[2]
+    return re.sub(r"(\]\()(?![a-z]+:|#)", r"\1../", text)
 
 
 def recipe_tables() -> str:
-    """A table for each module of recipes, under what the module says of itself."""
+    """Return a table for each module of recipes, below the docstring of the module."""
     groups: dict[str, list[str]] = {}
     for name in recipes.RECIPES:
         groups.setdefault(name.partition(".")[0], []).append(name)
@@ -112,43 +117,43 @@ def recipe_tables() -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments and options, in the order of `pale --help`."""
-    parser = _parser()
+    """Return every command with its arguments and options, in the order of `pale --help`."""
+    parser = build_parser()
     parts = ["| | command | |", "| --- | --- | --- |"]
-    leaves = {" ".join(path): p for path, p in walk(parser) if not commands_of(p)}
-    for title, names in grouped(parser).items():
+    leaves = {" ".join(path): p for path, p in walk(parser) if not p.commands}
+    for title, names in parser.groups.items():
         for name in names:
             first = f"**{title}**" if name == names[0] else ""
-            line = escaped(choices(parser)[name].help or "")
+            line = escaped(help_line(parser.commands[name].description or ""))
             parts.append(f"| {first} | [`pale {name}`](#pale-{name}) | {line} |")
-    for names in grouped(parser).values():
+    for names in parser.groups.values():
         for name in names:
             inner = [full for full in leaves if full == name or full.startswith(f"{name} ")]
             parts += ["", f"## pale {name}", ""]
             if inner != [name]:
-                parts += [escaped(commands_of(parser)[name].description), ""]
+                parts += [escaped(parser.commands[name].description or ""), ""]
             for full in inner:
                 if inner != [name]:
                     parts += ["", f"### pale {full}", ""]
-                parts += list(reference(full, leaves[full]))
+                parts += list(reference(leaves[full]))
     return "\n".join(parts)
 
 
-def reference(name: str, parser: Any) -> Iterator[str]:
-    """One command: what it does, its usage, a table of what it takes, and what its help ends with."""
-    yield from (escaped(parser.description), "")
+def reference(parser: Parser) -> Iterator[str]:
+    """Yield the reference of one command: description, usage, table of arguments, and epilog."""
+    yield from (escaped(parser.description or ""), "")
     formatter = Help(parser.prog, width=84)
-    formatter.add_usage(None, parser._actions, parser._mutually_exclusive_groups, prefix="")
+    formatter.add_usage(None, parser.actions, [], prefix="")
     yield from ("```text", formatter.format_help().strip(), "```", "", "| | |", "| --- | --- |")
-    for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
+    for action in parser.actions:
+        if action.dest == "help":
             continue
         yield f"| {signature(action)} | {explained(action)} |"
-    if name in OVERRIDDEN:
+    if parser.settings is not None:
         yield "| `--SETTING VALUE` | a setting of the recipe, such as `--data.root DIR` |"
     text, _, examples = (parser.epilog or "").partition("\n  ")
     if text:
-        yield from ("", escaped(text.removesuffix("examples:").removesuffix("example:").strip()))
+        yield from ("", escaped(text.removesuffix("Examples:").removesuffix("Example:").strip()))
     if examples:
         lines, _, after = f"  {examples}".partition("\n\n")
         yield from ("", "```bash", *(line.strip() for line in lines.splitlines()), "```")
@@ -157,25 +162,21 @@ def reference(name: str, parser: Any) -> Iterator[str]:
 
 
 def signature(action: argparse.Action) -> str:
-    """How an argument is typed."""
+    """Return an argument as it is typed."""
     if not action.option_strings:
         name = action.metavar or action.dest
         return f"`{name if isinstance(name, str) else ' '.join(name)}`"
     value = ""
     if action.nargs != 0:
-        word = action.metavar or (
-            "{" + ",".join(map(str, action.choices)) + "}" if action.choices else metavar(action)
-        )
+        word = action.metavar or "{" + ",".join(map(str, action.choices or ())) + "}"
         value = " " + (word if isinstance(word, str) else " ".join(word))
         value += " ..." if action.nargs in ("+", "*") else ""
     return ", ".join(f"`{option}{value}`" for option in action.option_strings)
 
 
 def explained(action: argparse.Action) -> str:
-    """What an argument means, with its default."""
-    text, default = escaped(action.help or ""), shown_default(action)
-    if default is not None and "default" not in text:
-        text += f" (default {default})"
+    """Return the description of an argument, with its default."""
+    text = escaped((action.help or "").replace("%%", "%"))
     if action.required and action.option_strings:
         text += "; required"
     if not action.option_strings and action.choices:
@@ -184,5 +185,5 @@ def explained(action: argparse.Action) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text as Markdown shows it."""
+    """Escape text for Markdown."""
     return text.replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*")
