@@ -152,9 +152,8 @@ def test_bad_values_are_one_clear_line(capsys, argv, message):
         (["data", "checkx", "x"], "did you mean check?"),
         (["token-labels", "makee"], "did you mean make?"),
         (["bench", "op", "--stage", "1", "--peices", "mlp"], "did you mean --pieces?"),
-        ([], "COMMAND"),
     ],
-    ids=["option", "command", "inner", "labels", "inner option", "nothing"],
+    ids=["option", "command", "inner", "labels", "inner option"],
 )
 def test_misspelt_options_and_commands_name_the_nearest(capsys, argv, hint):
     with pytest.raises(SystemExit) as exit_:

@@ -256,7 +256,7 @@ def test_wordnet_ids_are_shown_by_their_names(tmp_path):
     page = page_of(tmp_path / "run/report.html")
     names = {"goldfish", "crane (n02012849)", "crane (n03126707)", "other"}
     assert {row[0] for row in page.table("class ▲")} == names
-    assert "n01443537" not in page.text.partition("All settings")[0]
+    assert "n01443537" not in page.text.partition("Environment")[0]
     evaluation = json.loads((tmp_path / "run/evaluation.json").read_text())
     assert "n01443537" in evaluation["classes"]
 

@@ -20,7 +20,7 @@ def good(tmp_path) -> Path:
         for label in ("cat", "dog"):
             folder = tmp_path / split / label
             folder.mkdir(parents=True)
-            for i in range(3):
+            for i in range(5):
                 seed += 1
                 random_image(seed).save(folder / f"{i}.png")
     return tmp_path
@@ -34,8 +34,8 @@ def test_a_good_set_has_no_problem(good):
     report = check_images(good, workers=1)
     assert report.good
     assert report.problems == []
-    assert report.counts == {"train": {"cat": 3, "dog": 3}, "val": {"cat": 3, "dog": 3}}
-    assert report.sizes == {"48x40": 12}
+    assert report.counts == {"train": {"cat": 5, "dog": 5}, "val": {"cat": 5, "dog": 5}}
+    assert report.sizes == {"48x40": 20}
 
 
 def truncate(root):
@@ -89,8 +89,12 @@ def other(root):
     (root / "train/cat/notes.txt").write_text("x")
 
 
+def few(root):
+    (root / "train/dog/4.png").unlink()
+
+
 def uneven(root):
-    for i in range(40):
+    for i in range(50):
         random_image(1000 + i).save(root / f"train/cat/more{i}.png")
 
 
@@ -110,7 +114,8 @@ def uneven(root):
         (plain, "one colour only", "train/cat/red.png", False),
         (loose, "outside a class folder", "train/loose.png", True),
         (other, "not an image by its name", "train/cat/notes.txt", False),
-        (uneven, "uneven classes", "cat: 43 images, dog: 3", False),
+        (few, "fewer than 5 images", "dog: 4 images", False),
+        (uneven, "uneven classes", "cat: 55 images, dog: 5", False),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -125,7 +130,7 @@ def test_the_command_prints_a_report_draws_a_sheet_and_sets_the_exit_code(good, 
     words = ["data", "check", str(good), "--sheet", str(good / "sheets/a.png"), "--workers", "1"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "train: 6 images in 2 classes" in out
+    assert "train: 10 images in 2 classes" in out
     assert "ready to train" in out
     with Image.open(good / "sheets/a.png") as image:
         assert np.asarray(image).std() > 10
@@ -169,7 +174,7 @@ def test_shards_and_list_files_are_checked_like_folders(good, kind, capsys):
     assert found.keys() == {"unreadable", "the same image in train and val"}
     assert found["unreadable"][0].startswith(start)
     assert list(report.counts) == list(splits)
-    assert report.counts[splits[0]] == {"cat": 3, "dog": 3}
+    assert report.counts[splits[0]] == {"cat": 5, "dog": 5}
     words = ["--splits", *splits, "--sheet", str(good / "a.png"), "--workers", "1"]
     assert main(["data", "check", str(root), *words]) == 1
     assert f"a.png written: all classes of {splits[0]}" in capsys.readouterr().out
@@ -203,7 +208,7 @@ def test_problems_are_printed_even_if_the_sheet_cannot_be_drawn(good, capsys):
 
 @pytest.mark.parametrize(
     ("where", "message"),
-    [("nowhere", "there is no folder"), ("train", "has no train and no val folder")],
+    [("nowhere", "there is no folder"), ("train/cat", "has no train and no val folder")],
 )
 def test_a_wrong_folder_raises_with_the_expected_layout(good, where, message):
     with pytest.raises(ValueError, match=message):
