@@ -30,11 +30,11 @@ test-slow: .venv/dev
 # Fails where a family of kernels has not run, so without a GPU too. GPU_OPTIONS="-n 8" takes eight processes.
 test-gpu: $(GPU_NEEDS)
 	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} \
-	  $(GPU_PYTHON) -m pytest -m gpu $(GPU_OPTIONS) --every-family --record benchmarks/results/test_gpu.md
+	  $(GPU_PYTHON) -m pytest -m gpu $(GPU_OPTIONS) --every-family --record=benchmarks/results/test_gpu.md
 
 # The fast suite with the oldest versions of all dependencies that pyproject.toml allows.
 test-lowest: $(LOWEST)/done
-	$(LOWEST)/bin/python $(PYTEST) -m "not slow and not gpu" --record benchmarks/results/versions.md
+	$(LOWEST)/bin/python $(PYTEST) -m "not slow and not gpu" --record=benchmarks/results/versions.md
 
 # Third-party clients, some in environments of their own; writes benchmarks/results/interop.json and docs/works-with.md.
 test-interop: .venv/dev

@@ -114,3 +114,12 @@ def test_a_result_is_a_row_with_versions_counts_and_commit(tmp_path, request, mo
     assert "| abc1234 |" in first
     assert "torch 2." in first
     assert first.endswith("| 3 | 1 | 2 | 0.1 |")
+
+
+def test_make_targets_join_options_of_conftest_and_their_values(project):
+    # Before conftest.py is loaded, "--record FILE" reads as an option and a path of tests, so that conftest.py is not
+    # found if the file exists.
+    lines = (project / "Makefile").read_text().splitlines()
+    recorded = [line for line in lines if "--record" in line]
+    assert len(recorded) == 2
+    assert all("--record=benchmarks/results/" in line for line in recorded)
