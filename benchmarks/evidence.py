@@ -1,13 +1,15 @@
-"""Published tables and the paper's ablations on Tiny-ImageNet-200, each with one resumable command.
+"""Published tables and the paper's ablations on Tiny-ImageNet-200, dense tasks on Cityscapes; resumable.
 
     python benchmarks/evidence.py tiny200 DATA OUT --parts calibration protocol   # train; what is done is skipped
+    python benchmarks/evidence.py cityscapes DATA OUT                             # after: --parts pretraining
     python benchmarks/evidence.py tables RESULTS [RESULTS ...] -o evidence.md     # merge folders of several machines
 
 DATA is the folder tiny-imagenet-200 as Stanford's archive unpacks it (train/<wnid>/images, val/images,
 val/val_annotations.txt). OUT gets the images as `pale train` reads them, one run folder per run and one file per
 finished run under OUT/results, with hardware, versions, commit, command, curve and result. `evidence_plan.py` has the
 runs, the recipes with their sources, and the predictions. To run several processes side by side give each its own runs
-by --shard i/n.
+by --shard i/n. For Cityscapes DATA is the folder with leftImg8bit/ and gtFine/, and OUT holds the runs of the part
+pretraining, whose backbones are used.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ import sys
 import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import evidence_cityscapes
 import evidence_models  # noqa: F401 (registers them with timm)
 import torch
-from evidence_plan import PADDED, PARTS, PREDICTIONS, Run
+from evidence_plan import MODES, PADDED, PARTS, PREDICTIONS, Run, cityscapes
 from PIL import Image
 
+from pale.recipes import get
+from pale.tasks import TASKS
 from pale.train.checkpoint import newest
 from pale.train.distributed import join
 from pale.train.environment import environment
@@ -46,6 +52,32 @@ PUBLISHED = {  # Tiny-ImageNet column of the README of aanna0701/SPT_LSA_ViT at 
     "SL-ViT": 61.07,
     "SL-Swin": 64.95,
     "SL-CaiT": 67.18,
+}
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Rows of an ablation table of the paper, by the label of our run: the paper's choice and the others."""
+
+    chosen: str
+    recipe: str  # of the choice, in pale.recipes.ablations
+    others: dict[str, str]
+
+
+CLAIMS = {
+    "modes": Claims(
+        "parallel",
+        "attention_parallel",
+        {mode: f"attention_{mode}" for mode in MODES if mode != "parallel"},
+    ),
+    "sizes": Claims(
+        "parallel",
+        "pale_size_7",
+        {f"pale-size-{size}": f"pale_size_{size}" for size in (1, 3, 5, 9)},
+    ),
+    "positions": Claims(
+        "parallel", "position_cpe", {"none": "position_none", "ape": "position_ape"}
+    ),
 }
 
 
@@ -94,6 +126,8 @@ def execute(run: Run, args: argparse.Namespace) -> None:
     recipe = run.recipe.override(
         {"data.workers": args.workers, "compile": args.compile, "cuda_graph": args.graph}
     )
+    if run.init is not None:
+        recipe = recipe.started_from(args.out / "runs" / run.init)
     began, resume = time.monotonic(), newest(folder / "checkpoints") is not None
     with join() as world:
         outcome = train(recipe, folder, world, resume=resume, quiet=True)
@@ -101,14 +135,18 @@ def execute(run: Run, args: argparse.Namespace) -> None:
     if outcome.signal is not None:
         raise SystemExit(f"{run.name}: stopped after step {outcome.step}; run the command again")
     events = read(folder / "log.jsonl")
-    evals = [(e["epoch"], e["top1"]) for e in events if e["event"] == "eval"]
+    found = [e for e in events if e["event"] == "eval"]
+    metric = TASKS[recipe.kind].best
+    evals = [(e["epoch"], e[metric]) for e in found]
     steps = [e for e in events if e["event"] == "step"]
     row = {
         "part": run.part,
         "label": run.label,
         "seed": run.seed,
+        "metric": metric,
         "last": evals[-1][1],
-        "best": max(top1 for _, top1 in evals),
+        "best": max(value for _, value in evals),
+        "figures": {k: v for k, v in found[-1].items() if k not in ("event", "step", "epoch")},
         "evaluations": evals,
         "loss": [(e["step"], e["loss"]) for e in steps[:: max(1, len(steps) // 40)]],
         "images_per_s": statistics.median(e["images_per_s"] for e in steps),
@@ -131,13 +169,26 @@ def execute(run: Run, args: argparse.Namespace) -> None:
 
 def tiny200(args: argparse.Namespace) -> None:
     """Run the chosen parts in their order."""
-    root = prepare(args.data, args.out)
-    runs = [run for part in args.parts for run in PARTS[part](root)]
+    root, results = prepare(args.data, args.out), args.out / "results"
+    for part in args.parts:
+        execute_all(PARTS[part](root, results), args)
+
+
+def dense(args: argparse.Namespace) -> None:
+    """Train UperNet and Mask R-CNN on Cityscapes."""
+    evidence_cityscapes.prepare(args.data, args.out / "cityscapes")
+    execute_all(cityscapes(args.out / "tiny200", args.out / "results"), args)
+
+
+def execute_all(runs: list[Run], args: argparse.Namespace) -> None:
+    """Train the chosen runs of a part."""
     if args.labels:
         runs = [run for run in runs if run.label in args.labels]
     index, count = args.shard
     for run in runs[index::count]:
-        print(f"{run.name}: {run.recipe.epochs} epochs", flush=True)
+        length = run.recipe.steps or run.recipe.epochs
+        unit = "steps" if run.recipe.steps else "epochs"
+        print(f"{run.name}: {length} {unit}", flush=True)
         execute(run, args)
 
 
@@ -156,8 +207,12 @@ def interval(values: list[float]) -> str:
     """Return mean and 95 % interval (Student's t) of the seeds."""
     if len(values) < 2:
         return f"{values[0]:.2f}"
-    half = STUDENT[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{statistics.mean(values):.2f} ± {half:.2f}"
+    return f"{statistics.mean(values):.2f} ± {half_width(values):.2f}"
+
+
+def half_width(values: list[float]) -> float:
+    """Return half of the 95 % interval of a mean (Student's t)."""
+    return STUDENT[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def tables(args: argparse.Namespace) -> None:
@@ -183,7 +238,13 @@ def _table(part: str, rows: list[dict]) -> str:
     if part in ("calibration", "protocol"):
         known = ", ".join(f"{name} {top1}" for name, top1 in PUBLISHED.items())
         lines += [f"Published (arXiv 2112.13492): {known}.", ""]
-    lines += ["| run | seeds | last top-1 | best top-1 | images/s | hardware | commit |"]
+    if part == "trials":
+        lines += [
+            "Accuracy on held-out training images; the best setting of each model is used in `models`.",
+            "",
+        ]
+    named = " or ".join(sorted({row["metric"] for group in chosen.values() for row in group}))
+    lines += [f"| run | seeds | {named}, last | best | images/s | hardware | commit |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
     for label, group in chosen.items():
         facts = group[0]["environment"]
@@ -192,7 +253,47 @@ def _table(part: str, rows: list[dict]) -> str:
         cells += [f"{statistics.median(r['images_per_s'] for r in group):.0f}"]
         cells += [f"{facts['device']}, torch {facts['torch']}", ", ".join(commits)]
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    if part in CLAIMS:
+        lines += ["", *verdicts(CLAIMS[part], chosen)]
     return "\n".join(lines)
+
+
+def verdicts(claims: Claims, chosen: dict[str, list[dict]]) -> list[str]:
+    """Return a table that compares the differences to the paper's choice, paired by seed, with the paper's."""
+    lines = [
+        "| compared with | paper | here, paired by seed | verdict |",
+        "| --- | --- | --- | --- |",
+    ]
+    ours = {row["seed"]: row["last"] for row in chosen.get(claims.chosen, [])}
+    for label, recipe in claims.others.items():
+        theirs = {row["seed"]: row["last"] for row in chosen.get(label, [])}
+        pairs = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+        if not pairs:
+            continue
+        paper = (
+            get(f"ablations.{claims.recipe}").reported.top1
+            - get(f"ablations.{recipe}").reported.top1
+        )
+        lines.append(
+            f"| {label} | {paper:+.1f} | {interval(pairs)} ({len(pairs)} seeds) | {verdict(paper, pairs)} |"
+        )
+    return [
+        f"Difference of {claims.chosen} to the others, points of top-1 after the last epoch:",
+        "",
+        *lines,
+    ]
+
+
+def verdict(paper: float, pairs: list[float]) -> str:
+    """Return whether differences of paired runs confirm a difference in the paper, by a 95 % interval."""
+    if len(pairs) < 2:
+        return "one seed: no verdict"
+    mean, half = statistics.mean(pairs), half_width(pairs)
+    if abs(paper) < 0.05:  # the paper has equal figures
+        return "consistent" if abs(mean) <= half else "not confirmed"
+    if mean * paper > 0 and abs(mean) > half:
+        return "confirmed"
+    return "too close to call" if abs(mean) <= half else "not confirmed"
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -206,15 +307,21 @@ def main() -> None:
     )
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("tiny200", help="train on Tiny-ImageNet-200")
-    run.add_argument("data", type=Path)
-    run.add_argument("out", type=Path)
-    run.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    run.add_argument("--labels", nargs="+", help="only these runs of the parts")
-    run.add_argument("--shard", type=_shard, default=(0, 1), metavar="i/n", help="every n-th run")
-    run.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
-    run.add_argument("--compile", action="store_true", help="torch.compile the models")
-    run.add_argument("--graph", default="auto", choices=["auto", "true", "false"])
+    parts = [part for part in PARTS if part != "cityscapes"]
+    run.add_argument("--parts", nargs="+", choices=parts, default=parts)
     run.set_defaults(run=tiny200)
+    masks = commands.add_parser("cityscapes", help="train UperNet and Mask R-CNN on Cityscapes")
+    masks.set_defaults(run=dense)
+    for each in (run, masks):
+        each.add_argument("data", type=Path)
+        each.add_argument("out", type=Path)
+        each.add_argument("--labels", nargs="+", help="only these runs")
+        each.add_argument(
+            "--shard", type=_shard, default=(0, 1), metavar="i/n", help="each n-th run"
+        )
+        each.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
+        each.add_argument("--compile", action="store_true", help="torch.compile the models")
+        each.add_argument("--graph", default="auto", choices=["auto", "true", "false"])
     merge = commands.add_parser("tables", help="print the tables of result folders")
     merge.add_argument("results", type=Path, nargs="+")
     merge.add_argument("-o", "--output", type=Path)

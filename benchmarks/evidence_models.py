@@ -3,6 +3,8 @@
 `swin_spt_lsa` is the Swin of "Vision Transformer for Small-Size Datasets" (arXiv 2112.13492; its code is
 aanna0701/SPT_LSA_ViT, models/create_model.py and models/swin.py at 54bd796): three stages, window 4, patch 4, MLP ratio
 2, an absolute position embedding beside the relative bias, and PyTorch's default initialisation of linear layers.
+
+`resnet50_without_pool` is timm's ResNet-50 without the max pooling of its stem, for images of 64 px.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from timm.layers import trunc_normal_
 from timm.models import register_model
+from timm.models.resnet import Bottleneck, ResNet
 from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 
@@ -37,7 +40,20 @@ class AbsoluteSwin(SwinTransformer):
 @register_model
 def swin_spt_lsa(pretrained: bool = False, **arguments: Any) -> AbsoluteSwin:
     """Return the Swin of arXiv 2112.13492 for 64 px: 7.15 M parameters with 200 classes."""
-    for unused in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
-        arguments.pop(unused, None)
+    arguments = _architecture(arguments)
     fixed = {"img_size": 64, "patch_size": 4, "window_size": 4, "mlp_ratio": 2.0, "embed_dim": 96}
     return AbsoluteSwin(depths=(2, 6, 4), num_heads=(3, 6, 12), **(fixed | arguments))
+
+
+@register_model
+def resnet50_without_pool(pretrained: bool = False, **arguments: Any) -> ResNet:
+    """Return ResNet-50 with a first map of half the image size."""
+    model = ResNet(Bottleneck, (3, 4, 6, 3), **_architecture(arguments))
+    model.maxpool = nn.Identity()
+    return model
+
+
+def _architecture(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments without those that timm's factory adds."""
+    unused = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+    return {name: value for name, value in arguments.items() if name not in unused}
