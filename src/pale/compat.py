@@ -39,7 +39,7 @@ class Private:
         paths: where the names are, `package.module:attribute`; `Class()` is an instance.
         reason: why no public name is used.
         fallback: replacement if one of the names is missing.
-        adapt: makes a function like `fallback` from the objects found; by default there is one, which is that function.
+        adapt: makes a function like `fallback` from the objects found; by default the single object is that function.
     """
 
     paths: tuple[str, ...]
@@ -161,17 +161,17 @@ def parameters_of(module: nn.Module) -> dict[str, Tensor]:
     adapt=lambda _: lambda: "_compiled_call_impl",
 )
 def compiled_call_name() -> str:
-    """Return the name of no attribute: layers count as not compiled, which compute the same."""
+    """Return an attribute name that no module has: layers count as not compiled, with the same results."""
     return ""
 
 
 @private(
     "torch.nn:Module._wrapped_call_impl",
-    reason="A replaced `Module.__call__` (torch.fx, profilers) must be noticed even if it was replaced before.",
+    reason="A replaced `Module.__call__` (torch.fx, profilers) must be detected even if it was replaced earlier.",
     adapt=lambda original: lambda: original,
 )
 def module_call() -> Callable[..., Any]:
-    """Return the present `Module.__call__`: a replacement before this call is not noticed."""
+    """Return the current `Module.__call__`: an earlier replacement is not detected."""
     from torch import nn
 
     return nn.Module.__call__
@@ -245,17 +245,17 @@ def dispatch_mode() -> type[Any]:
 @private(
     "torch:_C._SetExcludeDispatchKeyGuard",
     "torch:_C.DispatchKey.AutogradFunctionality",
-    reason="An operator called by a dispatch mode runs without autograd; nothing public turns it on again.",
+    reason="An operator called by a dispatch mode runs without autograd; no public function turns it on again.",
     adapt=lambda guard, autograd: lambda: guard(autograd, False),
 )
 def include_autograd() -> AbstractContextManager[Any]:
-    """Change nothing: gradients under a dispatch mode raise, others are right."""
+    """Change nothing: gradients under a dispatch mode raise an error, all others are correct."""
     return nullcontext()
 
 
 @private(
     "torch:_check",
-    reason="The documented way to give `torch.export` a fact about a size; it has no other name.",
+    reason="The documented way to state a fact about a size to `torch.export`; there is no public alias.",
 )
 def check_fact(condition: bool) -> None:
     """Raise if a fact about sizes is false."""
@@ -265,16 +265,16 @@ def check_fact(condition: bool) -> None:
 
 @private(
     "torch._inductor.inductor_prims:force_stride_order",
-    reason="Makes the compiler keep a tensor that it would compute again for every reader; no public name.",
+    reason="Makes the compiler store a tensor instead of computing it again for each use; no public name.",
 )
 def force_stride_order(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """Return `x`: the compiled program is slower."""
+    """Return `x` unchanged: the compiled program is slower."""
     return x
 
 
 @private(
     "torch:ops.mkldnn._linear_pointwise.default",
-    reason="oneDNN's linear layer with GELU in one pass; PyTorch has no public operator for it.",
+    reason="oneDNN's linear layer with GELU in one pass; it has no public operator in PyTorch.",
 )
 def onednn_linear_pointwise(
     x: Tensor,
@@ -291,7 +291,7 @@ def onednn_linear_pointwise(
     return F.gelu(y, approximate=algorithm) if activation == "gelu" else y
 
 
-_LAUNCHES = "Few launches for all tensors of a model; no public name."
+_LAUNCHES = "Processes all tensors of a model with few kernel launches; no public name."
 
 
 @private("torch:_foreach_zero_", reason=_LAUNCHES)
@@ -370,7 +370,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 @private(
     "torch._inductor:aoti_compile_and_package",
-    reason="The documented entry point of AOTInductor; it has no other name.",
+    reason="The documented entry point of AOTInductor; there is no public alias.",
 )
 def aoti_compile_and_package(
     program: torch.export.ExportedProgram,
@@ -385,7 +385,7 @@ def aoti_compile_and_package(
 
 @private(
     "torch._inductor:aoti_load_package",
-    reason="The documented way to load a package of AOTInductor; it has no other name.",
+    reason="The documented way to load an AOTInductor package; there is no public alias.",
 )
 def aoti_load_package(path: str) -> Callable[..., Any]:
     """Raise: nothing else reads AOTInductor packages."""
@@ -482,16 +482,16 @@ def top_anchors(rpn: Any, objectness: Tensor, num_anchors_per_level: list[int]) 
 
 @private(
     "atexit:_run_exitfuncs",
-    reason="A process that ends by `os._exit` skips what `atexit` has registered; no public function runs it.",
+    reason="A process that ends with `os._exit` skips the `atexit` callbacks; no public function runs them.",
 )
 def run_exit_functions() -> None:
-    """End the logging, the only one of them that would lose output."""
+    """Shut down logging, the only callback whose absence loses output."""
     import logging
 
     logging.shutdown()
 
 
-# A function stays in `NAMES`; without it in the module, `__getattr__` is called and looks the private name up.
+# Functions are kept in `NAMES` and removed from the module, so that `__getattr__` looks up the private name.
 for _name in NAMES:
     del globals()[_name]
 

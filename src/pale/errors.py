@@ -1,4 +1,4 @@
-"""Errors that a user can cause and mend.
+"""Errors that a user can cause and fix.
 
 Their messages state the rule, the value and the way out, so the command line prints them without a traceback; any other
 exception is a bug and is printed with one. Each is a `ValueError` or a `RuntimeError` too, for callers who catch those.
@@ -35,7 +35,7 @@ class UnavailableError(PaleError, RuntimeError):
 
 
 class MemoryShortageError(PaleError, RuntimeError):
-    """Memory ran out on the device or the host; the message says what to change."""
+    """Memory ran out on the device or the host; the message names what to change."""
 
 
 class NonFiniteError(PaleError, RuntimeError):
@@ -43,7 +43,7 @@ class NonFiniteError(PaleError, RuntimeError):
 
 
 def is_user_error(error: Exception) -> bool:
-    """Return whether the message alone is enough, because the user can mend what it says."""
+    """Return whether the message alone is enough, because the user can fix the cause."""
     if isinstance(error, PaleError) or (isinstance(error, OSError) and error.filename is not None):
         return True
     # Errors of this package that are not PaleErrors yet.

@@ -161,7 +161,7 @@ def test_another_format_asks_for_an_update(packed):
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        ({"a": torch.ones(2, 2, dtype=torch.int8)}, "a has no scales of its own"),
+        ({"a": torch.ones(2, 2, dtype=torch.int8)}, "a has no scales"),
         ({"a::scale": torch.ones(2)}, "scales without their matrix: a::scale"),
     ],
     ids=["matrix", "scales"],

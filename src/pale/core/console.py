@@ -1,4 +1,4 @@
-"""rich's console and table, for text that comes from files: nothing in it is markup or a control sequence."""
+"""Console and table of rich for text from files, printed without markup and control sequences."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .escaping import escape_controls, escape_line
 
 
 class Console(rich_console.Console):
-    """A console that takes strings as text: no markup, no emoji codes, no control characters."""
+    """A console that prints strings as they are: no markup, no emoji codes, no control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False} | options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return the text as rich prints it, here and in the cells of tables."""
+        """Return the text of a string as rich prints it, in lines and in cells of tables."""
         return super().render_str(escape_controls(text, keep="\n\t"), **options)
 
 
@@ -27,13 +27,13 @@ class Table(rich_table.Table):
     """A table whose cells are single lines."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """Add a row, line ends in its cells escaped."""
+        """Add a row and escape line breaks in its cells."""
         safe = [escape_line(cell) if isinstance(cell, str) else cell for cell in cells]
         super().add_row(*safe, **options)
 
     def add_column(
         self, header: RenderableType = "", footer: RenderableType = "", **options: Any
     ) -> None:
-        """Add a column, line ends in its title escaped."""
+        """Add a column and escape line breaks in its title."""
         safe = escape_line(header) if isinstance(header, str) else header
         super().add_column(safe, footer, **options)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-# Turn the direction of the text that follows: "gpj.exe" reads as "exe.jpg".
+# Characters that reverse the direction of the text after them: "gpj.exe" is displayed as "exe.jpg".
 BIDIRECTIONAL = frozenset(
     "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 )

@@ -1,4 +1,4 @@
-"""Writing into folders that someone else may have made, such as a run folder from the network."""
+"""Write into folders from untrusted sources, such as a downloaded run folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pathlib import Path
 
 
 def fresh_path(path: Path) -> Path:
-    """Remove a file or link at a path and return the path: what is written to it then follows no link elsewhere."""
+    """Remove a file or link at a path and return the path, so that writing to it cannot follow a link."""
     path.unlink(missing_ok=True)
     return path

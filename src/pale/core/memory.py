@@ -1,4 +1,4 @@
-"""Recognise errors of memory allocators, of a GPU or of the host, and advise what to change."""
+"""Recognise out-of-memory errors of a GPU or the host, and advise what to change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def exhausted_memory(error: BaseException) -> Memory | None:
     """Return which memory ran out if an error comes from an allocator, None for any other error."""
     if isinstance(error, MemoryError):
         return "host"
-    torch = sys.modules.get("torch")  # not imported for this: it takes seconds
+    torch = sys.modules.get("torch")  # do not import torch only for this: it takes seconds
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return "GPU"
     if isinstance(error, RuntimeError) and not isinstance(error, PaleError):

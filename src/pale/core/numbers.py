@@ -1,11 +1,11 @@
-"""Numbers as text for people: thousands separated, no exponent where digits are short enough."""
+"""Format numbers for people: thousands separators, and an exponent only for very large and very small values."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-MAX_PLAIN = 1e15  # above it digits are noise
+MAX_PLAIN = 1e15  # larger values are not meaningful
 
 
 def finite_number(value: Any, limit: float = math.inf) -> float | None:

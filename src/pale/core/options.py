@@ -18,12 +18,12 @@ class Spec:
     """Description of a field as an argument, beyond its name and type.
 
     Attributes:
-        help: one line; the default is added where it does not mention it.
-        flags: option strings besides `--name`, or instead of it where one starts with `--`; None: positional.
+        help: one line; the default is appended unless the text mentions it.
+        flags: option strings besides `--name`, or instead of it if one starts with `--`; None: positional.
         metavar: name of the value in the help; None for the usual one of the type.
         group: title and description of the part of the help where it is listed.
         repeated: whether the option is given once for each item of a list.
-        choices: allowed values, where they are known only when the command line is read.
+        choices: allowed values, if they are known only when the command line is parsed.
     """
 
     help: str
@@ -48,7 +48,7 @@ def option(
     repeated: bool = False,
     choices: Iterable[str] | None = None,
 ) -> Any:
-    """Declare an option; it is required where its type is neither `bool` nor `X | None` and it has no default."""
+    """Declare an option; it is required if it has no default and its type is neither `bool` nor `X | None`."""
     return _field(Spec(help_, flags, metavar, group, repeated, choices), default)
 
 

@@ -1,4 +1,4 @@
-"""Typed, frozen settings: a wrong key, type or value is one line that names the field and the nearest valid name."""
+"""Typed, frozen settings; the error for a wrong key, type or value names the field and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_SHOWN = 200  # characters of a value
 MAX_FILE = 1 << 19  # bytes of a file with a value
 
 
-# Names of settings in other projects, where the spelling is not close.
+# Names of settings in other projects that are not similar to the names here.
 COMMON_NAMES = {
     "learning_rate": "lr",
     "min_learning_rate": "min_lr",

@@ -20,12 +20,12 @@ class PaleConfig:
         channels: C_i.
         heads: H_i; both halves together.
         depths: blocks of each stage.
-        pale_size: S_i, one for all stages or one per stage; None is the paper's 7, or 1 for axial.
+        pale_size: S_i, one for all stages or one per stage; None means the paper's 7, or 1 for axial.
         mlp_ratio: R_i.
         attention: parallel, sequential, vanilla, axial or cross.
         position: cpe, ape or none.
         stem_stride: P_1; 2 or 1 suit images of 32 to 64 px.
-        img_size: image size for which APE has its maps; nothing else reads it.
+        img_size: image size of the maps of APE; not used otherwise.
         backend: auto, or reference, sdpa, triton.
     """
 
@@ -65,7 +65,7 @@ class PaleConfig:
         return size if isinstance(size, tuple) else (size,) * len(self.depths)
 
     def region(self, stage: int, block: int) -> Region:
-        """Return where the given block attends; a pale has as many rows as columns, s_r = s_c = S_i."""
+        """Return the region of the given block; a pale has as many rows as columns, s_r = s_c = S_i."""
         s = self.pale_sizes[stage], self.pale_sizes[stage]
         match self.attention:
             case "parallel" | "axial":

@@ -7,8 +7,8 @@ not (0.1 to 2 % of their figures). Three ways to count a map that the pale size 
 - "paper": padded, as the paper pads. Parallel and sequential attention pad to whole pales before q,
   k, v and crop before the projection; vanilla computes q, k, v first and pads to a square grid of
   pales. Only this gives its tables.
-- "ideal": ragged groups, nothing wasted: what the operator is defined to do.
-- "executed": what a back-end really computes, equal to the digit to PyTorch's `FlopCounterMode`.
+- "ideal": ragged groups without padding, as the operator is defined.
+- "executed": as a back-end computes it, exactly equal to PyTorch's `FlopCounterMode`.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def mask_rcnn(
     levels = [
         *maps,
         ((maps[-1][0] + 1) // 2, (maps[-1][1] + 1) // 2),
-    ]  # P6 by taking each second pixel
+    ]  # P6 is every second pixel of P5
     for i, (c_i, (h, w)) in enumerate(zip(channels, maps, strict=True)):
         layer(f"body.fpn.lateral.{i}", c_i, c, 1, h * w)
         layer(f"body.fpn.smooth.{i}", c, c, 9, h * w)

@@ -1,7 +1,7 @@
 """A block with the fused operators of `ops.block`, on the modules and weights of `PaleBlock`.
 
-Every map is written and read as rarely as the kernels allow. Between the operators it has the dtype of autocast,
-including the residual stream; plain PyTorch returns to float32 at every norm.
+The kernels read and write each map as few times as possible. Between operators all maps have the dtype of
+autocast, including the residual stream; plain PyTorch returns to float32 at every norm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BACKENDS = ("auto", "triton")
 plain_kind(DropPath)
 
 
-# By channels and signature; few differ in a process.
+# By channels and signature; a process has few different ones.
 _fusible: dict[tuple[int, tuple[Any, ...]], bool] = {}
 MAX_SIGNATURES = 256
 
@@ -45,7 +45,7 @@ def can_fuse(block: PaleBlock, x: Tensor) -> bool:
     """
     if not can_fuse_input(x, x.shape[-1]) or is_watched():
         return False
-    if torch.compiler.is_compiling():  # the compiler guards what it reads here
+    if torch.compiler.is_compiling():  # the compiler guards on the attributes read here
         return is_fusible(block, x.shape[-1]) and _on_device(block, x.device)
     found = signature(block, x.device)
     if found is None:
@@ -59,7 +59,7 @@ def can_fuse(block: PaleBlock, x: Tensor) -> bool:
 
 
 def can_fuse_input(x: Tensor, channels: int) -> bool:
-    """Return whether the kernels can run now on maps of so many channels, on the device and in the dtype of `x`."""
+    """Return whether the kernels can run now on maps with `c` channels, on the device and in the dtype of `x`."""
     return not (is_transformed(x) or pieces.unsupported(x, channels) is not None or exporting())
 
 
@@ -104,14 +104,14 @@ def _is_biased_linear(layer: nn.Module) -> bool:
 
 
 def _only_scales_images(drop_path: nn.Module) -> bool:
-    """Return whether it multiplies each image by a factor in training and does nothing else, see `factors`."""
+    """Return whether `module` only multiplies each image by a factor in training, see `factors`."""
     if type(drop_path) is nn.Identity or type(drop_path) is DropPath:
         return is_plain(drop_path, type(drop_path))
     return getattr(type(drop_path), "scales_images", False) is True
 
 
 def can_fuse_merging(merging: PatchMerging, x: Tensor) -> bool:
-    """Return the same for a patch merging, of (b, c_in, h, w)."""
+    """Return whether the kernels can run a patch merging of (b, c_in, h, w)."""
     conv, norm = merging.conv, merging.norm
     return (
         merging.backend in BACKENDS

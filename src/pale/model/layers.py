@@ -1,7 +1,7 @@
 """Layers that are not specific to the paper, on channels-last maps, (b, h, w, c).
 
 The layers are PyTorch's own, `nn.Linear`, `nn.Conv2d`, `nn.LayerNorm` and `nn.GELU`: other libraries know them by their
-exact classes. The modules that hold them compute them faster if a layer `is_plain`, and call it if not.
+exact classes. The modules that contain a layer use a faster implementation if it `is_plain`, and call it otherwise.
 """
 
 from __future__ import annotations

@@ -388,7 +388,7 @@ class PaleTransformer(nn.Module):
         return {name for name, _ in self.named_parameters() if name.endswith("ape.map")}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the groups for the layer-wise learning rate decay in timm."""
+        """Return the parameter groups for timm's layer-wise learning rate decay."""
         blocks = [
             (r"^stages\.(\d+)\.(?:merge|ape)", (0,)),
             (r"^stages\.(\d+)\.blocks\.(\d+)", None),

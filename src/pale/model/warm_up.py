@@ -1,4 +1,4 @@
-"""Compilation of kernels before the first image, for images of any size."""
+"""Compile kernels before the first image, for images of any size."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from .fused import dtype_of
 from .optimize import FusedBlock, FusedStem
 from .pale_transformer import PaleBlock, PatchMerging
 
-# Widths of maps with one row, whose groups have that many tokens or few. Kernels of the attention differ by the power
-# of two above the size of a group and by its remainder after blocks of 32 and of 64; each kind occurs here.
+# Widths of maps with one row; a group has as many tokens as the width, or few. Attention kernels are specialised on
+# the next power of two of the group size, and on its remainder modulo 32 and 64; each case occurs here.
 WIDTHS = (16, 32, 64, 128, 150, 160, 276, 300, 320)
 
 
 def warm_up(model: nn.Module) -> None:
-    """Compile all kernels that a model can need, whatever the sizes of its images.
+    """Compile all kernels that a model can need, for images of every size.
 
     Without it each kernel is compiled (and cached on disk) when it is first needed: most at the first call, some at the
     first image whose maps are much smaller or larger than before. Useful for a server, or for training at many sizes.
     Does nothing if no kernels run, as on a CPU.
 
-    Call it as the model will be called: on its device, in training or evaluation mode, under the same autocast, and
-    under `no_grad` or `inference_mode` for inference. Weights, gradients and random numbers stay as they are.
+    Call it under the conditions in which the model will run: on its device, in training or evaluation mode, under the
+    same autocast, and under `no_grad` or `inference_mode` for inference. Weights, gradients and the state of random
+    generators do not change.
 
     Args:
         model: a `PaleTransformer`, the result of `pale.optimize`, or any module that contains one.
@@ -68,7 +69,7 @@ def _channels(block: PaleBlock | FusedBlock) -> int:
 
 
 def _inputs(module: nn.Module, like: Tensor) -> Iterator[Tensor]:
-    """Yield inputs with few and many tokens, and groups of all kinds."""
+    """Yield inputs with few and many tokens, and with groups of all specialised sizes."""
     many = grids.FEW + 1
     if isinstance(module, PatchMerging | FusedStem):
         channels = module.channels if isinstance(module, FusedStem) else module.conv.in_channels

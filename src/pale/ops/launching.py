@@ -1,4 +1,4 @@
-"""Launches of Triton kernels. Triton itself is imported at the first one."""
+"""Launch Triton kernels. Triton is imported at the first launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AVAILABLE = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# Kernels that call `begin` first: GPUs that support it set them up while the kernel before them still runs.
+# Kernels that call `begin` first: GPUs that support it set them up while the previous kernel still runs.
 WAITING = frozenset(
     [
         *("stem", "conv_norm", "conv_three", "linear", "linear_norm", "whole_mlp", "add_norm"),
@@ -98,7 +98,7 @@ def _run(
 
 @cache
 def dependent_launch() -> bool:
-    """Return whether all GPUs can set a kernel up before the one it depends on has ended (Hopper and later)."""
+    """Return whether all GPUs can set up a kernel before the previous one has ended (Hopper and later)."""
     if INTERPRETED or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     devices = range(torch.cuda.device_count())

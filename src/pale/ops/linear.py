@@ -1,4 +1,4 @@
-"""Linear layer, alone or with the GELU that follows it.
+"""Linear layer, alone or fused with the GELU after it.
 
 For inference on a CPU, oneDNN computes both in one pass; PyTorch's own linear layer copies the bias into the result
 first and reads the result again for GELU (a tenth of the time of a Pale-T on two cores). Everything else is plain

@@ -1,4 +1,4 @@
-"""What all Triton kernels here begin with."""
+"""First statement of every Triton kernel."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ DEPENDENT = tl.constexpr(dependent_launch())
 
 @triton.jit
 def begin():
-    """Let the next kernel be set up already, and wait until all that was launched before this one is done."""
+    """Allow the next kernel to be set up, and wait until all kernels before this one are done."""
     if DEPENDENT:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()

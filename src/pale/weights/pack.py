@@ -47,7 +47,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _to_half(values: Tensor) -> Tensor:
-    """Return float16 values, or the given ones if an error exceeded 1/2048 of the largest value."""
+    """Return float16 values, or the unchanged ones if an error would exceed 1/2048 of the largest value."""
     half = values.to(torch.float16)
     fits = (half.float() - values).abs().max() <= values.abs().max() / 2048
     return (half if fits else values).contiguous()
@@ -72,7 +72,7 @@ def unpack_tensors(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif tensor.dtype is torch.int8:
             scale = stored.get(name + SCALE)
             if scale is None or tensor.ndim < 2 or scale.shape != tensor.shape[:1]:
-                raise WeightsError(f"{name} has no scales of its own")
+                raise WeightsError(f"{name} has no scales")
             rows = tensor.flatten(1).float() * scale.float()[:, None]
             tensors[name] = rows.clamp(-largest, largest).view(tensor.shape)
         else:

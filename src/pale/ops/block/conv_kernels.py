@@ -1,14 +1,14 @@
 """Kernels of the depthwise convolutions of a block, forward and backward.
 
-All maps are (b, h, w, c), contiguous; sums are in float32 whatever the tensors are. Sizes are plain run-time numbers,
-never specialised, so that one compilation serves all map sizes.
+All maps are (b, h, w, c), contiguous; sums are in float32 for every dtype of the tensors. Sizes are plain run-time
+numbers, never specialised, so that one compilation serves all map sizes.
 
 A convolution walks down the rows of a strip of BLOCK_W columns with the rows around it in registers, each row three
-times, shifted by one column: a row is loaded once for three rows of results. Rows come in fours, loaded while the four
-before them are computed: what limits a loop over single rows is that too few bytes are under way.
+times, shifted by one column: a row is loaded once for three rows of results. Four rows are loaded while the four rows
+before them are computed: a loop over single rows has too few loads in flight.
 
-Sums over all tokens (gradients of weights) end as one partial result for each program, summed by the caller: no
-atomics, the same result every time.
+Sums over all tokens (gradients of weights) are written as one partial result per program, and the caller adds
+these: no atomics, so the result is deterministic.
 """
 
 import triton
@@ -19,7 +19,7 @@ from ..prologue import begin
 
 @triton.jit
 def load_row(p_x, i, j, end, w, o_c, m_c, C: tl.constexpr):
-    """Columns j - 1, j, j + 1 of row `i` of a map, (BLOCK_W, BLOCK_C) each; zeros outside it and from `end` on."""
+    """Load columns j - 1, j, j + 1 of row `i` of a map, (BLOCK_W, BLOCK_C) each; zeros outside it and from `end` on."""
     i = i + tl.zeros_like(j)
     row = (i >= 0) & (i < end)
     p = p_x + (i * w + j)[:, None] * C + o_c[None, :]
@@ -31,13 +31,13 @@ def load_row(p_x, i, j, end, w, o_c, m_c, C: tl.constexpr):
 
 @triton.jit
 def wide(row):
-    """The three columns of a row in float32."""
+    """Return the three columns of a row in float32."""
     return row[0].to(tl.float32), row[1].to(tl.float32), row[2].to(tl.float32)
 
 
 @triton.jit
 def load_four(p_x, i, j, end, w, o_c, m_c, C: tl.constexpr):
-    """Rows i to i + 3."""
+    """Load rows i to i + 3."""
     r0 = load_row(p_x, i, j, end, w, o_c, m_c, C)
     r1 = load_row(p_x, i + 1, j, end, w, o_c, m_c, C)
     r2 = load_row(p_x, i + 2, j, end, w, o_c, m_c, C)
@@ -47,14 +47,14 @@ def load_four(p_x, i, j, end, w, o_c, m_c, C: tl.constexpr):
 
 @triton.jit
 def load_vector(p, j, o_c, m_c):
-    """A number of each channel, once for every column: in the places where the map is, nothing has to move."""
+    """Load one value per channel, repeated for every column: the layout of the map, which needs no conversion."""
     o = o_c[None, :] + tl.zeros_like(j)[:, None]
     return tl.load(p + o, mask=m_c[None, :] & (j >= 0)[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_taps(p_t, j, o_c, m_c, C: tl.constexpr, FLIP: tl.constexpr):
-    """The taps of each row of the window; FLIP turns the window by 180 degrees."""
+    """Load the taps of each row of the window; FLIP rotates the window by 180 degrees."""
     o: tl.constexpr = 8 if FLIP else 0
     s: tl.constexpr = -1 if FLIP else 1
     t0 = load_vector(p_t + o * C, j, o_c, m_c)
@@ -71,7 +71,7 @@ def load_taps(p_t, j, o_c, m_c, C: tl.constexpr, FLIP: tl.constexpr):
 
 @triton.jit
 def convolve(above, here, below, taps):
-    """The window times the taps, (BLOCK_W, BLOCK_C)."""
+    """Return the sum of the window times the taps, (BLOCK_W, BLOCK_C)."""
     b_y = above[0] * taps[0][0] + above[1] * taps[0][1] + above[2] * taps[0][2]
     b_y += here[0] * taps[1][0] + here[1] * taps[1][1] + here[2] * taps[1][2]
     return b_y + below[0] * taps[2][0] + below[1] * taps[2][1] + below[2] * taps[2][2]
@@ -79,7 +79,7 @@ def convolve(above, here, below, taps):
 
 @triton.jit
 def strip(h, w, rows, BLOCK_W: tl.constexpr):
-    """Image, first row, row after the last, and columns of this program's strip of at most `rows` rows."""
+    """Return image, first row, row after the last, and columns of this program's strip of at most `rows` rows."""
     n_w = (w + BLOCK_W - 1) // BLOCK_W
     n_h = (h + rows - 1) // rows
     pid = tl.program_id(0)
@@ -90,13 +90,13 @@ def strip(h, w, rows, BLOCK_W: tl.constexpr):
 
 @triton.jit
 def add_four(a0, a1, a2, a3, b0, b1, b2, b3):
-    """Four sums at once, for one exchange between threads instead of four."""
+    """Add four pairs, for one reduction between threads instead of four."""
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
 @triton.jit
 def store_norm(p_norm, i, j, end, w, b_x, b_r, vectors, o_c, m_c, C: tl.constexpr):
-    """One row of the norm, from deviations and the reciprocals of their size."""
+    """Store one row of the norm, from deviations from the mean and reciprocal standard deviations."""
     i = i + tl.zeros_like(j)
     m_y = ((i < end) & (j < w))[:, None] & m_c[None, :]
     o_y = (i * w + j)[:, None] * C + o_c[None, :]
@@ -106,7 +106,7 @@ def store_norm(p_norm, i, j, end, w, b_x, b_r, vectors, o_c, m_c, C: tl.constexp
 
 @triton.jit
 def store_sum(p_sum, i, j, end, w, above, here, below, taps, vectors, o_c, m_c, C: tl.constexpr):
-    """One row of the sum, also returned in float32."""
+    """Store one row of the sum, and return it in float32."""
     b_x = (here[1] + convolve(above, here, below, taps) + vectors[0]).to(p_sum.dtype.element_ty)
     i = i + tl.zeros_like(j)
     m_y = ((i < end) & (j < w))[:, None] & m_c[None, :]
@@ -116,7 +116,7 @@ def store_sum(p_sum, i, j, end, w, above, here, below, taps, vectors, o_c, m_c, 
 
 @triton.jit
 def deviation(b_x, b_sum, m_c, C: tl.constexpr):
-    """How far from their mean the channels of each token are."""
+    """Return the deviation of the channels of each token from their mean."""
     return tl.where(m_c[None, :], b_x - (b_sum / C)[:, None], 0.0)
 
 
@@ -125,7 +125,7 @@ def conv_norm(
     p_x, p_t, p_b, p_gamma, p_beta, p_sum, p_norm, h, w, rows, eps,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """The sum x + conv(x) + bias, and its LayerNorm."""
+    """Compute the sum x + conv(x) + bias, and its LayerNorm."""
     begin()
     image, start, end, j = strip(h, w, rows, BLOCK_W)
     o_c = tl.arange(0, BLOCK_C)
@@ -166,7 +166,7 @@ def conv_norm(
 
 @triton.jit
 def three_sums(p_y, n, i, j, end, w, above, here, below, taps, o_c, m_c, C: tl.constexpr):
-    """One row of `conv_three`."""
+    """Store one row of `conv_three`."""
     i = i + tl.zeros_like(j)
     m_y = ((i < end) & (j < w))[:, None] & m_c[None, :]
     p = p_y + (i * w + j)[:, None] * C + o_c[None, :]
@@ -180,7 +180,7 @@ def three_sums(p_y, n, i, j, end, w, above, here, below, taps, o_c, m_c, C: tl.c
 
 @triton.jit
 def load_taps_three(p_t, j, o_c, m_c, C: tl.constexpr, FLIP: tl.constexpr):
-    """Those of three convolutions."""
+    """Load the taps of three convolutions."""
     t0 = load_taps(p_t, j, o_c, m_c, C, FLIP)
     t1 = load_taps(p_t + 9 * C, j, o_c, m_c, C, FLIP)
     t2 = load_taps(p_t + 18 * C, j, o_c, m_c, C, FLIP)
@@ -192,7 +192,7 @@ def conv_three(
     p_x, p_t, p_y, tokens, h, w, rows,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Three convolutions of one map into (3, b, h, w, c); `tokens` is b*h*w."""
+    """Compute three convolutions of one map, (3, b, h, w, c); `tokens` is b*h*w."""
     begin()
     image, start, end, j = strip(h, w, rows, BLOCK_W)
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -217,7 +217,7 @@ def conv_three(
 
 @triton.jit
 def load_three(p_g, n, i, j, end, w, o_c, m_c, C: tl.constexpr):
-    """Row `i` of the gradients of three maps."""
+    """Load row `i` of the gradients of three maps."""
     g0 = load_row(p_g, i, j, end, w, o_c, m_c, C)
     g1 = load_row(p_g + n, i, j, end, w, o_c, m_c, C)
     g2 = load_row(p_g + 2 * n, i, j, end, w, o_c, m_c, C)
@@ -226,13 +226,13 @@ def load_three(p_g, n, i, j, end, w, o_c, m_c, C: tl.constexpr):
 
 @triton.jit
 def wide_three(rows):
-    """Three rows in float32."""
+    """Return three rows in float32."""
     return wide(rows[0]), wide(rows[1]), wide(rows[2])
 
 
 @triton.jit
 def sum_of_three(p_dx, i, j, end, w, above, here, below, taps, o_c, m_c, C: tl.constexpr):
-    """One row of `conv_three_backward_x`."""
+    """Store one row of `conv_three_backward_x`."""
     b_dx = convolve(above[0], here[0], below[0], taps[0])
     b_dx += convolve(above[1], here[1], below[1], taps[1])
     b_dx += convolve(above[2], here[2], below[2], taps[2])
@@ -247,7 +247,7 @@ def conv_three_backward_x(
     p_g, p_t, p_dx, tokens, h, w, rows,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the map under three convolutions, from theirs, (3, b, h, w, c); rows come in twos."""
+    """Compute the gradient of the input of three convolutions from theirs, (3, b, h, w, c), two rows at a time."""
     image, start, end, j = strip(h, w, rows, BLOCK_W)
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < C
@@ -271,7 +271,7 @@ def conv_three_backward_x(
 
 @triton.jit
 def sum_with_residual(p_dx, i, j, end, w, above, here, below, taps, o_c, m_c, C: tl.constexpr):
-    """One row of `conv_backward_x`."""
+    """Store one row of `conv_backward_x`."""
     b_dx = here[1] + convolve(above, here, below, taps)
     i = i + tl.zeros_like(j)
     m_y = ((i < end) & (j < w))[:, None] & m_c[None, :]
@@ -284,7 +284,7 @@ def conv_backward_x(
     p_g, p_t, p_dx, h, w, rows,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of x under x + conv(x)."""
+    """Compute the gradient of x of the sum x + conv(x)."""
     image, start, end, j = strip(h, w, rows, BLOCK_W)
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < C
@@ -317,20 +317,20 @@ def correlate(sums, above, here, below, b_g):
 
 @triton.jit
 def zero_sums(BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Nine sums to start with."""
+    """Return nine zero sums."""
     z = tl.zeros([BLOCK_W, BLOCK_C], tl.float32)
     return (z, z, z), (z, z, z), (z, z, z)
 
 
 @triton.jit
 def add_nine(a0, a1, a2, a3, a4, a5, a6, a7, a8, b0, b1, b2, b3, b4, b5, b6, b7, b8):
-    """Nine sums at once, for one exchange between threads instead of nine."""
+    """Add nine pairs, for one reduction between threads instead of nine."""
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7, a8 + b8
 
 
 @triton.jit
 def store_sums(p_dt, sums, o_c, m_c, C: tl.constexpr):
-    """The nine sums over the columns of a strip, (9, c)."""
+    """Store the nine sums over the columns of a strip, (9, c)."""
     a, b, c = sums
     nine = (a[0], a[1], a[2], b[0], b[1], b[2], c[0], c[1], c[2])
     nine = tl.reduce(nine, 0, add_nine)
@@ -340,7 +340,7 @@ def store_sums(p_dt, sums, o_c, m_c, C: tl.constexpr):
 
 @triton.jit
 def correlate_three(sums, above, here, below, g, THREE: tl.constexpr):
-    """Add one row to the sums of one map or three."""
+    """Add one row to the sums of one map or of three."""
     s0, s1, s2 = sums
     s0 = correlate(s0, above, here, below, g[0].to(tl.float32))
     if THREE:
@@ -351,9 +351,9 @@ def correlate_three(sums, above, here, below, g, THREE: tl.constexpr):
 
 @triton.jit
 def walk(p_x, row, first, images, h, size):
-    """Pointer to the map, and row in it, of row `row` of some images on end, with one row outside after each.
+    """Return map pointer and row for row `row` of several images in sequence, with one row of zeros after each.
 
-    The last number is where the rows of the map end: before the row if that is outside.
+    The last value is the end of the rows of the map; it is not above the row if the row is outside.
     """
     image = row // (h + 1)
     i = row % (h + 1)
@@ -362,7 +362,7 @@ def walk(p_x, row, first, images, h, size):
 
 @triton.jit
 def load_map_row(p_x, row, first, images, h, w, size, j, o_c, m_c, C: tl.constexpr):
-    """`load_row` of images on end."""
+    """Load a row of several images in sequence, like `load_row`."""
     p, i, end = walk(p_x, row, first, images, h, size)
     return load_row(p, i, j, end, w, o_c, m_c, C)
 
@@ -371,7 +371,7 @@ def load_map_row(p_x, row, first, images, h, w, size, j, o_c, m_c, C: tl.constex
 def load_gradients(
     p_g, n, row, first, images, h, w, size, j, o_c, m_c, C: tl.constexpr, THREE: tl.constexpr
 ):
-    """Row `row` of the gradients of one map, three times the same, or of three."""
+    """Load row `row` of the gradients of one map (returned three times) or of three maps."""
     p, i, end = walk(p_g, row, first, images, h, size)
     i = i + tl.zeros_like(j)
     m_g = ((i < end) & (j < w))[:, None] & m_c[None, :]
@@ -390,10 +390,10 @@ def conv_backward_w(
     p_x, p_g, p_dt, images, h, w, each,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr, THREE: tl.constexpr,
 ):  # fmt: skip
-    """Partial gradients, (programs, 9 or 27, c), of the taps of convolutions of one map; `each` images a program.
+    """Compute partial gradients, (programs, 9 or 27, c), of the taps of one map; `each` images per program.
 
-    Rows come in twos, from one image to the next without a stop: the row of zeros between two images is the one below
-    the first and above the second.
+    Rows are processed in pairs, across image boundaries: the row of zeros between two images is the border below the
+    first and above the second.
     """
     n_w = (w + BLOCK_W - 1) // BLOCK_W
     pid = tl.program_id(0)

@@ -1,7 +1,4 @@
-"""Grids, blocks and launches that the operators of a block share.
-
-Triton itself is imported at the first launch.
-"""
+"""Grids, block sizes and launches of the operators of a block; Triton is imported at the first launch."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import Tensor
 from ..launching import AVAILABLE, DTYPES, INTERPRETED, capability, launch
 from ..sizes import ceil_div
 
-# Programs that keep a large GPU busy, and the maximum of channels in one program.
+# Number of programs that keep a large GPU busy, and the maximum number of channels in one program.
 PROGRAMS, CHANNELS = 528, 1024
 # Up to this many channels a layer is bound by memory, and fused kernels are faster than cuBLAS.
 WHOLE = 128
@@ -24,7 +21,7 @@ KERNELS, CONVOLUTIONS = __package__ + ".triton_kernels", __package__ + ".conv_ke
 
 
 def unsupported(x: Tensor, channels: int) -> str | None:
-    """Return why the kernels cannot run maps of so many channels with the device and dtype of `x`, or None."""
+    """Return why the kernels cannot run maps with `channels` channels, with device and dtype of `x`, or None."""
     if not AVAILABLE:
         return "Triton is not installed"
     if x.device.type != "cuda" and not INTERPRETED:
@@ -74,9 +71,10 @@ def conv_grid(x: Tensor, whole: bool) -> tuple[tuple[int, int], int, dict[str, i
 
 
 def sum_rows(*matrices: Tensor, dtype: torch.dtype, taps: int = 0) -> Tensor:
-    """Return the sums of the columns, a multiple of 16, of one matrix or three; with many rows, in several steps.
+    """Return the column sums of one matrix or three, in several steps if there are many rows.
 
-    `taps`: the columns are (convolutions, 9, that many channels); their sums come as (convolutions, channels, 9).
+    The number of columns is a multiple of 16. `taps`: number of channels c if the columns are (convolutions, 9, c); the
+    sums are then (convolutions, c, 9).
     """
     rows, columns = matrices[0].shape
     x, n = matrices[0], len(matrices)
@@ -102,7 +100,7 @@ def tokens_per_image(x: Tensor) -> int:
 
 
 def fake_like(*names: int) -> Callable[..., Any]:
-    """Return a fake whose results have the shapes of the arguments at these positions."""
+    """Return a fake implementation whose results have the shapes of the arguments at these positions."""
 
     def fake(*args: Any) -> Any:
         results = tuple(args[i].new_empty(args[i].shape) for i in names)
@@ -112,5 +110,5 @@ def fake_like(*names: int) -> Callable[..., Any]:
 
 
 def zeros_if_none(g: Tensor | None, like: Tensor) -> Tensor:
-    """Return `g`, or zeros: the gradient of an unused result."""
+    """Return `g`, or zeros if it is None: the gradient of an unused result."""
     return torch.zeros_like(like) if g is None else g

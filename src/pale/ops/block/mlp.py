@@ -131,7 +131,7 @@ def _finish_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 def _finish_backward(ctx: Any, g: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if g is None:
         return (None,) * 12
-    saved = ctx.saved_tensors  # read once: a checkpoint allows no more
+    saved = ctx.saved_tensors  # read once: activation checkpointing allows a single access
     dx, dy, vectors, dw_1, db_1, dw_2 = finish_backward(g, *saved, ctx.eps)
     dgamma, dbeta, dbias, db_2 = vectors
     dy = dx if saved[3] is None else dy

@@ -51,7 +51,7 @@ def launch_norm_backward(
     next_scale: Tensor | None = None,
     next_bias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of x under (x, LayerNorm(x)), this times `scale`, and sums of the kernel, (3 or 4, c)."""
+    """Return the gradient of x given those of x and LayerNorm(x), the same times `scale`, and the sums, (3 or 4, c)."""
     c = x.shape[-1]
     tokens = x.numel() // c
     blocks = token_blocks(c, 512)  # four sums and four maps in registers

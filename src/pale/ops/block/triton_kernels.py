@@ -1,8 +1,8 @@
-"""Kernels of a block but for attention and convolutions: norms, residuals, GELU, matrix products, sums.
+"""Kernels of a block, without attention and convolutions: norms, residuals, GELU, matrix products, sums.
 
-All maps are (b, h, w, c), contiguous; sums are in float32 whatever the tensors are. Sizes are plain run-time numbers,
-never specialised, so that one compilation serves all map sizes. Sums over all tokens end as one partial result for each
-program, summed by `sum_rows`: no atomics, the same result every time.
+All maps are (b, h, w, c), contiguous; sums are in float32 for every dtype of the tensors. Sizes are plain run-time
+numbers, never specialised, so that one compilation serves all map sizes. Sums over all tokens are written as one
+partial result per program, and `sum_rows` adds these: no atomics, so the result is deterministic.
 """
 
 import torch
@@ -12,19 +12,19 @@ import triton.language as tl
 from ..launching import INTERPRETED
 from ..prologue import begin
 
-# The hardware's tanh is one instruction of NVIDIA's.
+# tanh as one instruction, on NVIDIA GPUs.
 PTX = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 
 
 @triton.jit
 def choose(z, p_0, p_1, p_2):
-    """The pointer of this third of a grid."""
+    """Return the pointer for the plane of the grid that this program is in."""
     return tl.where(z == 0, p_0, tl.where(z == 1, p_1, p_2))
 
 
 @triton.jit
 def normalise(b_x, m_c, eps, C: tl.constexpr):
-    """Rows of `b_x`, (tokens, BLOCK_C), at mean 0 and variance 1, and the reciprocals of their deviations."""
+    """Return the rows of `b_x`, (tokens, BLOCK_C), with mean 0 and variance 1, and reciprocal standard deviations."""
     b_mean = tl.sum(b_x, 1) / C
     b_x = tl.where(m_c[None, :], b_x - b_mean[:, None], 0.0)
     b_r = tl.math.rsqrt(tl.sum(b_x * b_x, 1) / C + eps)
@@ -33,7 +33,7 @@ def normalise(b_x, m_c, eps, C: tl.constexpr):
 
 @triton.jit
 def load_scale(p_scale, o_t, m_t, per_image):
-    """The number of each token's image, (BLOCK_T, 1)."""
+    """Load the value of each token's image, (BLOCK_T, 1)."""
     return tl.load(p_scale + o_t // per_image, mask=m_t, other=0.0).to(tl.float32)[:, None]
 
 
@@ -43,9 +43,9 @@ def add_norm(
     ADD: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NEXT_SCALE: tl.constexpr, SUM: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The sum x + scale (y + bias), and its LayerNorm; `scale` is one number an image. Without y, LayerNorm(x + bias).
+    """Compute the sum x + scale (y + bias) and its LayerNorm; `scale` is one number per image.
 
-    `base` is the sum with a bias that the next layer will add to it, times its own scale.
+    Without y: LayerNorm(x + bias). `base` is the sum plus the bias of the next layer times its own scale.
     """
     begin()
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -82,7 +82,7 @@ def add_norm(
 def load_gradients_of_norm(
     p_x, p_g, p_gx, o_t, tokens, o_c, m_c, ADD: tl.constexpr, C: tl.constexpr
 ):
-    """A block of x and of the two gradients."""
+    """Load a block of x and of the two gradients."""
     m_x = (o_t < tokens)[:, None] & m_c[None, :]
     o_x = o_t[:, None] * C + o_c[None, :]
     b_x = tl.load(p_x + o_x, mask=m_x, other=0.0)
@@ -99,11 +99,11 @@ def norm_backward(
     ADD: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, NEXT_SCALE: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of x under (x, LayerNorm(x)); partial sums over `each` blocks of tokens, (programs, 3 or 4, c).
+    """Compute the gradient of x from those of x and LayerNorm(x), and partial sums, (programs, 3 or 4, c).
 
-    With a bias, x is what the map is with it. With a scale for each image also the gradient times that scale, of a y
-    that x is made of. The sums are the gradients of gamma and beta, of a bias in x, or in y, and (NEXT) of one that is
-    added to x afterwards, times a scale of its own.
+    The sums are over `each` blocks of tokens. With a bias, x is the map plus the bias. With a scale per image, x is a
+    sum that contains scale * y, and the gradient of y is computed too. The sums are the gradients of gamma and beta, of
+    a bias in x or in y, and (NEXT) of a bias that is added to x later, times its own scale.
     """
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < C
@@ -155,9 +155,10 @@ def norm_backward(
 
 @triton.jit
 def gelu(b_x):
-    """Results x Phi(x) and 1 - Phi(|x|); Phi is the normal distribution function.
+    """Return x Phi(x) and 1 - Phi(|x|); Phi is the normal distribution function.
 
-    Its tail by Abramowitz and Stegun 7.1.26, to 1.5e-7: half the instructions of the library's erf.
+    Its tail follows Abramowitz and Stegun 7.1.26, with an error of 1.5e-7 and half the instructions of the library's
+    erf.
     """
     b_t = 1.0 / (1.0 + 0.23164190 * tl.abs(b_x))
     b_p = 0.5307027145 * b_t - 0.7265760135
@@ -170,9 +171,9 @@ def gelu(b_x):
 
 @triton.jit
 def quick_gelu(b_x):
-    """GELU for results of 16 bits: x Phi(x), Phi(x) = (1 + tanh q(x)) / 2, exact to |x| 2^-12 + 2.5e-5.
+    """Return GELU for 16-bit results: x Phi(x), Phi(x) = (1 + tanh q(x)) / 2, error at most |x| 2^-12 + 2.5e-5.
 
-    One instruction of the slow unit for functions, not two, and half of all others.
+    It needs one instruction of the slow special function unit, not two, and half of the others.
     """
     b_u = tl.minimum(b_x * b_x, 36.0)
     b_q = b_x * (0.797507880 + b_u * (0.0370056514 - 0.000351518616 * b_u))
@@ -187,7 +188,7 @@ def quick_gelu(b_x):
 
 @triton.jit
 def gelu_for(b_x, QUICK: tl.constexpr):
-    """GELU of either kind."""
+    """Return GELU; QUICK: by the approximation for 16-bit results."""
     if QUICK:
         b_a = quick_gelu(b_x)
     else:
@@ -197,7 +198,7 @@ def gelu_for(b_x, QUICK: tl.constexpr):
 
 @triton.jit
 def gelu_gradient(b_h):
-    """GELU of h, and its derivative."""
+    """Return GELU of h, and its derivative."""
     b_a, b_tail = gelu(b_h)
     b_phi = tl.where(b_h > 0, 1.0 - b_tail, b_tail)
     b_density = 0.3989422804014327 * tl.math.exp2(b_h * b_h * -0.7213475204444817)
@@ -209,7 +210,7 @@ def gelu_forward(
     p_h, p_scale, p_a, tokens, per_image,
     SCALE: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """GELU(h), times one number for each image."""
+    """Compute GELU(h), times one number per image."""
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_t = o_t < tokens
@@ -226,7 +227,7 @@ def gelu_backward(
     p_h, p_scale, p_g, p_a, p_dh, p_sums, tokens, per_image, each,
     SCALE: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Scaled GELU(h) once more, the gradient of h, and its partial sums over `each` blocks of tokens, (programs, c)."""
+    """Compute scaled GELU(h) again, the gradient of h, and its sums over `each` blocks of tokens, (programs, c)."""
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < C
     b_total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
@@ -255,10 +256,10 @@ def sum_rows(
     p_x0, p_x1, p_x2, p_sums, rows, columns_16, each,
     TAPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the columns of (rows, 16 columns_16), over `each` rows a program: (programs, matrices, 16 columns_16).
+    """Compute column sums of (rows, 16 columns_16), `each` rows per program: (programs, matrices, 16 columns_16).
 
-    On a grid of three planes, of three matrices. TAPS: columns are (convolutions, 9, c) with that many channels, and
-    the sums are written as (convolutions, c, 9), which is what PyTorch's weights are.
+    A grid of three planes sums three matrices. TAPS: number of channels c if the columns are (convolutions, 9, c);
+    the sums are then written as (convolutions, c, 9), the layout of PyTorch's weights.
     """
     columns = columns_16 * 16
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -280,7 +281,7 @@ def sum_rows(
 
 @triton.jit
 def load_vectors(p_0, p_1, p_2, p_3, o_c, m_c):
-    """A number of each channel from four places."""
+    """Load one value per channel from four tensors."""
     b_0 = tl.load(p_0 + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
     b_1 = tl.load(p_1 + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
     b_2 = tl.load(p_2 + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)
@@ -293,9 +294,9 @@ def linear_norm(
     p_y, p_w, p_b, p_x, p_next, p_gamma, p_beta, p_sum, p_norm, tokens, eps,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sum x + y W^T + b, and its LayerNorm; `w` is (c, c), BLOCK_K divides c, a program has whole rows.
+    """Compute x + y W^T + b and its LayerNorm; `w` is (c, c), BLOCK_K divides c, a program has whole rows.
 
-    `next` is a bias that the next layer will add to the sum: it is stored with it, after the norm.
+    `next` is the bias of the next layer: it is added to the stored sum, after the norm is computed.
     """
     begin()
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -307,7 +308,7 @@ def linear_norm(
     p_wt = p_w + o_c[None, :] * C + o_k[:, None]
     m_x = m_t[:, None] & m_c[None, :]
     o_x = o_t[:, None] * C + o_c[None, :]
-    # With few tokens in a program there is room to have the rest here when the product is done.
+    # With few tokens per program, registers suffice to load the other operands before the product is done.
     early: tl.constexpr = BLOCK_T <= 16
     if early:
         b_x = tl.load(p_x + o_x, mask=m_x, other=0.0)
@@ -332,7 +333,7 @@ def whole_mlp(
     QUICK: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The sum x + W2 gelu(W1 n + b1), with the hidden layer in registers, BLOCK_H channels of it at a time."""
+    """Compute x + W2 gelu(W1 n + b1), with BLOCK_H channels of the hidden layer in registers at a time."""
     begin()
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_c = tl.arange(0, BLOCK_C)
@@ -362,9 +363,9 @@ def linear(
     GELU: tl.constexpr, BOTH: tl.constexpr, SCALE: tl.constexpr, QUICK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The product x W^T + b, or its GELU, or both; on a grid of three planes, three of them, of (3, tokens, c).
+    """Compute x W^T + b, or its GELU, or both; on a grid of three planes, three of them from (3, tokens, c).
 
-    Where both are stored, the GELU goes into `a`, times one number for each image. BLOCK_K divides c.
+    If both are stored, the GELU times one number per image is written to `a`. BLOCK_K divides c.
     """
     begin()
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -407,10 +408,10 @@ def stem(
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
     C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """LayerNorm of a convolution of images, (b, CHANNELS, h, w) of any strides, into (b, rows, columns, c).
+    """Compute LayerNorm of a convolution of images, (b, CHANNELS, h, w) of any strides: (b, rows, columns, c).
 
-    One product for each row of the window, of its SPAN >= KERNEL CHANNELS numbers, zeros at the end; weights are
-    (KERNEL, SPAN, c) likewise. Around the image are zeros.
+    One matrix product for each row of the window, of SPAN >= KERNEL * CHANNELS values, padded with zeros;
+    weights are (KERNEL, SPAN, c). The image is padded with zeros.
     """
     begin()
     o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)

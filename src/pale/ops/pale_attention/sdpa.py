@@ -1,7 +1,7 @@
 """Pale attention through PyTorch's scaled dot product: no score matrix, no loop over groups.
 
 Rows are laid out as (groups, rows of a group), which is a reshape of the map, and each group
-becomes one entry of the batch. Where `h` is not groups x rows, the last rows are padding: masked as
+becomes one entry of the batch. If `h` is not groups x rows, the last rows are padding: masked as
 keys, dropped as queries. With `ceil(h / n)` rows per group (not `s_r`) an interlaced group never
 holds more than one padded row.
 
@@ -25,11 +25,11 @@ from ..sizes import any_size, ceil_div, exporting, opaque_size
 from .opaque import operator
 from .region import Region
 
-# Without cuDNN: a compiled model trained through it stayed at chance (torch 2.11, H200).
+# Without cuDNN: with it, a compiled model did not learn (accuracy of chance; torch 2.11, H200).
 CUDA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # torch 2.11 to 2.13 branch on whether a mask of four dimensions has a single key, which is unknown in a program for all
-# sizes; torch 2.15 never does. There attention is written out, in plain operations.
+# sizes; torch 2.15 never does. With those versions attention is computed in plain operations.
 BRANCHES_ON_KEYS = torch.__version__ < "2.15"
 
 
@@ -54,7 +54,7 @@ def _traceable(q: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows (axis 1) or columns (axis 2) of a map, laid out as `n` groups of `size`, the last ones padded."""
+    """Layout of rows (axis 1) or columns (axis 2) of a map as `n` groups of `size`; the last ones are padded."""
 
     axis: int
     n: int
@@ -63,7 +63,7 @@ class Groups:
     interlaced: bool
 
     def pack(self, x: Tensor) -> Tensor:
-        """(b, h, w, heads, d) -> (b*n, heads, tokens of a group, d); a view where the memory allows it."""
+        """(b, h, w, heads, d) -> (b*n, heads, tokens of a group, d); a view if the memory layout allows it."""
         if any_size(self.length):
             # Repeat the last row instead of padding with zeros; it is masked in both cases.
             slots = torch.arange(self.size * self.n, device=x.device)

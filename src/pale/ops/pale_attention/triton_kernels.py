@@ -1,7 +1,7 @@
-"""Kernels of pale attention: they read q, k, v where the projections left them and write where the next layer reads.
+"""Kernels of pale attention. They read q, k, v in place and write the output in the layout of the next layer.
 
 README.md has the index map and the derivation of the backward. Sizes and strides are plain run-time numbers, never
-specialised, so that one compilation serves all map sizes; strides come in units of 16 bytes (`ALIGN` elements).
+specialised, so that one compilation serves all map sizes; strides are in units of 16 bytes (`ALIGN` elements).
 Tokens past the end of a group are loaded from its last token instead, which needs no mask, and then excluded.
 """
 
@@ -19,9 +19,9 @@ RUN_TIME = ["h", "w", "heads", "split", "per", *LINES, *STRIDES]
 
 @triton.jit
 def segment(p, column, h, w, rows, columns):
-    """Tokens of row group or column group `p`: their number, that of all groups before, the map from token to place.
+    """Describe row group or column group `p`: its number of tokens, that of all groups before it, and token positions.
 
-    Token t stands in line t // inner of the group, at row i_0 + (t // inner) i_step, column j_0 + (t % inner) j_step.
+    Token t is in line t // inner of the group, at row i_0 + (t // inner) i_step, column j_0 + (t % inner) j_step.
     """
     n = tl.where(column, columns[0], rows[0])
     step = tl.where(column, columns[2], rows[2])
@@ -43,20 +43,20 @@ def segment(p, column, h, w, rows, columns):
 
 @triton.jit
 def divide(t, by):
-    """Give t // by in four instructions instead of a division; exact while t < 2^22."""
+    """Return t // by in four instructions instead of a division; exact for t < 2^22."""
     return ((t.to(tl.float32) + 0.5) * (1.0 / by)).to(tl.int32)
 
 
 @triton.jit
 def offsets(t, line, seg, s_h, s_w):
-    """Offsets of tokens `t`, which stand in `line`, in a tensor of these row and column strides."""
+    """Return the offsets of tokens `t`, which are in `line`, in a tensor with these row and column strides."""
     inner, i_0, i_step, j_0, j_step = seg
     return i_0 * s_h + j_0 * s_w + t * (j_step * s_w) + line * (i_step * s_h - inner * j_step * s_w)
 
 
 @triton.jit
 def load_rows(p_x, o_t, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One row of D numbers, zeros up to BLOCK_D, for each token."""
+    """Load one row of D values per token, with zeros up to BLOCK_D."""
     o_d = tl.arange(0, BLOCK_D)
     if D == BLOCK_D:
         b_x = tl.load(p_x + o_t[:, None] + o_d[None, :])
@@ -67,7 +67,7 @@ def load_rows(p_x, o_t, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def store_rows(p_x, o_t, m_t, b_x, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The inverse, for the tokens that exist."""
+    """Store one row of D values for each token that exists."""
     o_d = tl.arange(0, BLOCK_D)
     m_x = m_t[:, None] & (o_d[None, :] < D)
     tl.store(p_x + o_t[:, None] + o_d[None, :], b_x.to(p_x.dtype.element_ty), mask=m_x)
@@ -75,14 +75,14 @@ def store_rows(p_x, o_t, m_t, b_x, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def place(o_t, tokens, seg):
-    """Tokens at the positions `o_t` of a segment, their lines, and which of them exist."""
+    """Return the tokens at the positions `o_t` of a segment, their lines, and which of them exist."""
     t = tl.maximum(tl.minimum(o_t, tokens - 1), 0)
     return t, divide(t, seg[0]), o_t < tokens
 
 
 @triton.jit
 def not_crossing(line, p, column, rows):
-    """Whether keys in these rows of column group `p` are new, not met before in row group `p`; rows always are."""
+    """Return which keys of column group `p` are not in row group `p` too; keys of row groups always count."""
     group = divide(line, rows[1])
     group -= divide(group, rows[0]) * rows[0]
     return (column & (group == p)) == 0
@@ -90,12 +90,12 @@ def not_crossing(line, p, column, rows):
 
 @triton.jit
 def attend(b_acc, b_max, b_sum, b_q, b_k, b_v, m_n, SCALE: tl.constexpr, MASK: tl.constexpr):
-    """One step of the online softmax."""
+    """Compute one step of the online softmax."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if MASK:
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, 1) * SCALE)
-    # Rows that have not met a key yet keep -inf; the zero avoids inf - inf.
+    # Queries without a key so far keep -inf; the zero avoids inf - inf.
     b_safe = tl.where(b_new == float("-inf"), 0.0, b_new) if MASK else b_new
     b_p = tl.math.exp2(b_s * SCALE - b_safe[:, None])
     b_alpha = tl.math.exp2(b_max - b_safe)
@@ -112,9 +112,9 @@ def attention_forward(
     PALE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Output and, in base 2, the logarithm of each query's sum of exponentials, (b, heads, h*w) in the order of groups.
+    """Compute the output and log2 of each query's sum of exponentials, (b, heads, h*w) in the order of groups.
 
-    The keys pass by in blocks; the last BLOCK_T or fewer of them are loaded first, so that nobody waits for them.
+    The kernel loops over blocks of keys; the last BLOCK_T or fewer keys are loaded first, which hides their latency.
     """
     begin()
     b = tl.program_id(2).to(tl.int64)
@@ -174,7 +174,7 @@ def attention_forward_group(
     D: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`attention_forward` for groups of up to BLOCK_N tokens: one step of keys, and `per` heads one after the other."""
+    """Compute `attention_forward` for groups of up to BLOCK_N tokens: one step of keys, and `per` heads in sequence."""
     begin()
     b = tl.program_id(2).to(tl.int64)
     p = tl.program_id(1) // (heads // per)
@@ -215,7 +215,7 @@ def attention_forward_group(
 def query_gradient(
     b_dq, b_q, b_g, b_lse, b_delta, b_k, b_v, m_n, SCALE: tl.constexpr, MASK: tl.constexpr
 ):
-    """Add one block of keys to dq, (BLOCK_M, BLOCK_D), short of the factor d^-0.5."""
+    """Add one block of keys to dq, (BLOCK_M, BLOCK_D), without the factor d^-0.5."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     b_p = tl.math.exp2(b_s * SCALE - b_lse[:, None])
     if MASK:
@@ -233,7 +233,7 @@ def attention_backward_q(
     PALE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the queries; for the kernel that follows, pairs (lse, delta = sum(g * out)) of each query."""
+    """Compute the gradient of the queries and, for the next kernel, (lse, delta = sum(g * out)) of each query."""
     b = tl.program_id(2).to(tl.int64)
     p = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -291,7 +291,7 @@ def attention_backward_q(
 
 @triton.jit
 def key_gradient(b_dk, b_dv, b_k, b_v, b_q, b_g, b_lse, b_delta, SCALE: tl.constexpr):
-    """Add one block of queries to dk, short of the factor d^-0.5, and to dv, both (BLOCK_N, BLOCK_D)."""
+    """Add one block of queries to dk, without the factor d^-0.5, and to dv, both (BLOCK_N, BLOCK_D)."""
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
     b_p = tl.math.exp2(b_s * SCALE - b_lse[None, :])
     b_dp = tl.zeros([b_k.shape[0], b_q.shape[0]], tl.float32) - b_delta[None, :]
@@ -310,7 +310,7 @@ def attention_backward_kv(
     PALE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the keys and values: the queries pass by. `PART` 0, 1: the rows, the columns of a pale as keys."""
+    """Compute the gradients of keys and values in a loop over queries; `PART` 0, 1: rows, columns of a pale as keys."""
     b = tl.program_id(2).to(tl.int64)
     p = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -370,7 +370,7 @@ def attention_backward_group(
     D: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """All three gradients of a group of up to BLOCK_N tokens: the keys stay, queries pass by, weights computed once."""
+    """Compute all three gradients of a group of up to BLOCK_N tokens in one loop; weights are computed once."""
     b = tl.program_id(2).to(tl.int64)
     p = tl.program_id(1) // heads
     head = tl.program_id(1) % heads

@@ -25,7 +25,7 @@ __all__ = ["AVAILABLE", "INTERPRETED", "attention", "forward", "launches", "unsu
 
 HEAD_DIMS = (16, 32, 48, 64)
 
-# Maximum of programs in the last dimension of a grid, and the number that keeps a large GPU busy.
+# Maximum number of programs in the last dimension of a grid, and the number that keeps a large GPU busy.
 GRID, PROGRAMS = 65535, 1024
 LOG2_E = 1.4426950408889634
 KERNELS = __package__ + ".triton_kernels"
@@ -49,7 +49,7 @@ def unsupported(q: Tensor, region: Region) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
-    """Attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
+    """Return attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
     (s_r, s_c), grouping = region.pale_size, region.grouping
     if region.scope == "pale":
         x_r: Tensor = attention(q, k, v, s_r, s_c, "pale_row", grouping)[0]
@@ -68,7 +68,7 @@ class Config:
     warps: int = 4
     stages: int = 1
     per: int = 1  # heads that a program processes in sequence, if there are enough programs
-    registers: int | None = None  # maximum of registers per thread
+    registers: int | None = None  # maximum number of registers per thread
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Configs:
 
 @dataclass(frozen=True)
 class Lines:
-    """Numbers of row groups (or column groups): `many` groups of `big` lines, then groups of `small` lines."""
+    """Sizes of row groups (or column groups): `many` groups of `big` lines, then groups of `small` lines."""
 
     n: int
     first: int  # the first line of group p is p * first
@@ -269,7 +269,7 @@ def run_backward(
 ) -> None:
     """Fill `gradients` from `inputs`, the output's gradient, q, k and v, and `saved`, the output and `lse`.
 
-    dk and dv have a first dimension of one part, or of two where a token is a key with its row and with its column.
+    The first dimension of dk and dv is 1, or 2 if a token is a key both in its row and in its column.
     """
     tokens = max(plan.tokens())
     dq, dk, dv = gradients

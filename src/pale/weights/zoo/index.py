@@ -35,7 +35,7 @@ class ZooEntry:
         figures: metrics of this file, unpacked, in per cent; "images" is the number of evaluated images.
         data: description of the training and evaluation data.
         recipe: name of the recipe.
-        command: trains the weights again.
+        command: command that trains these weights.
     """
 
     name: str
