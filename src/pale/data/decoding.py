@@ -1,4 +1,4 @@
-"""Decode images: RGB, upright, 8 bits per channel; masks as they are stored.
+"""Decode images to RGB with 8 bits per channel, rotated by EXIF; masks are not converted.
 
 Every failure is an `UnreadableImageError` that names the file and the reason.
 """

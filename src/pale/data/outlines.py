@@ -15,8 +15,8 @@ def outlines(mask: NDArray[Any]) -> list[Points]:
     """Return the closed outlines of a mask (h, w), of parts and of holes, each without a repeated last point."""
     inside = np.pad(mask > 0, 1)
     a, b, c, d = inside[:-1, :-1], inside[:-1, 1:], inside[1:, :-1], inside[1:, 1:]
-    single = a ^ b ^ c ^ d  # one or three of the four pixels around a corner
-    double = (a == d) & (b == c) & (a != b)  # two that touch at the corner: two outlines meet
+    single = a ^ b ^ c ^ d  # one or three of the four pixels around the corner are set
+    double = (a == d) & (b == c) & (a != b)  # two diagonal pixels are set: two outlines meet
     ys, xs = (
         np.concatenate([m, n, n]) for m, n in zip(single.nonzero(), double.nonzero(), strict=True)
     )
@@ -40,16 +40,16 @@ def outlines(mask: NDArray[Any]) -> list[Points]:
 
 
 def _pairs(order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the partner of each point, where neighbours in the order are pairs."""
+    """Return the partner of each point; pairs are neighbours in the given order."""
     partner = np.empty_like(order)
     partner[order[0::2]], partner[order[1::2]] = order[1::2], order[0::2]
     return partner
 
 
 def join_outlines(loops: Sequence[Points]) -> Points:
-    """Return one polygon of several outlines, joined by edges that are walked there and back.
+    """Return one polygon of several outlines, joined by edges that are traversed in both directions.
 
-    These have no area, so the even-odd rule fills the same pixels. Outlines are joined where they are nearest.
+    These have no area, so the even-odd rule fills the same pixels. Outlines are joined at their nearest points.
     """
     joined = loops[0]
     for loop in loops[1:]:

@@ -20,7 +20,7 @@ from PIL import Image, TiffImagePlugin
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 FORMAT_NAMES = "JPEG, PNG, WebP, GIF, BMP and TIFF"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-# Formats of phones and cameras that are recognised by name, so that files in them are not left out unnoticed.
+# Formats of phones and cameras that are recognised by name, so that such files are reported, not skipped silently.
 UNSUPPORTED_SUFFIXES = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".nef", ".arw")
 MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs; 0.7 GB as RGB
 MAX_SIDE = 65_535  # the limit of JPEG
@@ -87,7 +87,7 @@ def shorten_list(items: Sequence[object]) -> str:
 
 
 def require_distinct_names(names: Sequence[str], where: object) -> None:
-    """Raise if two classes have the same name; `where` is named in the message."""
+    """Raise if two classes have the same name; `where` is the subject of the message."""
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(
             f"{where} has the name {repeated[0]!r} twice; results are listed by name, so each class "

@@ -1,8 +1,8 @@
 """Images and archives in object stores and on web servers: `s3://`, `gs://`, `http://` and `https://`, through fsspec.
 
 An address is used only if a user typed it: none is taken from lists, recipes or weights, and a redirect to another host
-is refused. Each read has a deadline, is repeated with growing pauses, and is checked for its length. A store that fails
-again and again ends the program instead of making every image a failure.
+is refused. Each read has a timeout, is retried with exponential backoff, and the number of bytes is checked. If a
+store fails repeatedly, the program stops instead of recording every image as failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
 ADDRESS = re.compile(rf"({'|'.join(SCHEMES)})://[^/]+(/.*)?", re.IGNORECASE | re.DOTALL)
 MAX_REMOTE_BYTES = 2**28  # of an image
 CHUNK = 2**24  # bytes of an archive that are requested together
-MIN_RATE = 100_000  # bytes per second; a slower answer counts as stalled
+MIN_RATE = 100_000  # bytes per second; a slower response counts as stalled
 MAX_IN_A_ROW = 20  # files that fail one after the other before the store counts as unavailable
 
 
@@ -39,19 +39,19 @@ class RemoteError(PaleError, OSError):
 
 
 class StoreUnavailableError(UnavailableError):
-    """A store fails again and again."""
+    """A store fails repeatedly."""
 
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """How stores are read.
+    """Options for reading stores.
 
     Attributes:
-        cache: folder for archives; by default below that of the user (XDG_CACHE_HOME).
-        cache_bytes: maximum size of its files together.
-        timeout: seconds until an answer begins; further time depends on the size.
-        attempts: of each read.
-        pause: seconds before the second attempt; twice as long before each further one, at most 30.
+        cache: folder for archives; by default in the user's cache folder (XDG_CACHE_HOME).
+        cache_bytes: maximum total size of the files in it.
+        timeout: seconds until a response starts; the time for its content depends on the size.
+        attempts: maximum number of attempts of each read.
+        pause: seconds before the second attempt; doubled before each further one, at most 30.
     """
 
     cache: Path = field(
@@ -85,16 +85,16 @@ def is_remote(source: str) -> bool:
     return True
 
 
-_typed: set[str] = set()  # addresses that a user named in this process
+_typed: set[str] = set()  # addresses that the user typed in this process
 
 
 def allow(address: str) -> None:
-    """Let settings name this address: it was typed by the user, or is part of the user's own program."""
+    """Allow an address in settings, because the user typed it or the user's own program contains it."""
     _typed.add(address.rstrip("/"))
 
 
 def require_typed(address: str) -> None:
-    """Refuse an address out of a recipe or a header of weights, which a user has not named."""
+    """Refuse an address from a recipe or a header of weights that the user has not typed."""
     if address.rstrip("/") not in _typed:
         raise SettingsError(
             f"an address is used only if it is typed, and this one comes from a file: {display_name(address)}; if you "
@@ -103,7 +103,7 @@ def require_typed(address: str) -> None:
 
 
 def address_of(path: Path | None) -> str | None:
-    """Return the address that a setting of type Path was made of, `s3:/bucket/folder`; None if it is a path."""
+    """Return the address in a setting of type Path (`s3:/bucket/folder`); None if it is a path."""
     found = re.fullmatch(r"(s3|gs|https?):/+([^/].*)", str(path), re.DOTALL)
     return None if found is None else f"{found[1]}://{found[2]}"
 
@@ -112,8 +112,8 @@ class Store:
     """A host or bucket.
 
     Args:
-        address: of anything in it; only the scheme and the host are used.
-        options: how it is read.
+        address: address of any file in it; only scheme and host are used.
+        options: options for reading it.
     """
 
     def __init__(self, address: str, options: RemoteOptions = DEFAULTS) -> None:
@@ -143,17 +143,17 @@ class Store:
 
         Args:
             address: whole address.
-            size: its bytes, where they are known from a list of the store; another length is a failed attempt.
+            size: number of bytes, if a listing of the store states it; another length is a failed attempt.
             limit: a larger file is an error.
         """
         return self._repeat(address, lambda: self._read(address, size, limit))
 
     def read_range(self, address: str, start: int, size: int) -> bytes:
-        """Return `size` bytes of a file from a place."""
+        """Return `size` bytes of a file from an offset."""
         return self._repeat(address, lambda: self._read(address, size, size, start))
 
     def size(self, address: str) -> int | None:
-        """Return the bytes of a file; None if a web server does not state them."""
+        """Return the size of a file in bytes; None if a web server does not state it."""
         path, seconds = self._path(address), self.options.timeout
         found = self._repeat(address, lambda: self._files().info(path, timeout=seconds))
         return None if found["size"] is None else int(found["size"])
@@ -180,7 +180,7 @@ class Store:
         return self._files().ls(folder, detail=True, timeout=10 * self.options.timeout)
 
     def download(self, address: str, target: Path, size: int | None) -> None:
-        """Write a file to disk; of an object store in pieces, which are repeated by themselves."""
+        """Write a file to disk; parts of a file of an object store are retried separately."""
         with target.open("wb") as file:
             if self.is_web:  # few web servers return parts of files
                 self._repeat(address, lambda: self._get(address, self.options.cache_bytes, file))
@@ -210,7 +210,7 @@ class Store:
         return bytes(content)
 
     def _get(self, address: str, limit: int, file: IO[bytes], start: int | None = None) -> None:
-        """Write what a web server returns into a file, over what an earlier attempt wrote."""
+        """Write the response of a web server to a file, and overwrite what an earlier attempt wrote."""
         file.seek(0)
         file.truncate()
         from fsspec.asyn import sync
@@ -228,7 +228,7 @@ class Store:
             return self._system
 
     def _repeat(self, address: str, call: Callable[[], T]) -> T:
-        """Call until it succeeds; what cannot change by waiting is raised at once."""
+        """Call a function until it succeeds; permanent errors are raised immediately."""
         name = display_name(address)
         for attempt in range(self.options.attempts):
             try:
@@ -247,12 +247,14 @@ class Store:
                     and status not in (408, 425, 429)
                 ):
                     raise RemoteError(
-                        f"{name}: the server answers {status} ({_reason(error)}); check the address and the credentials"
+                        f"{name}: the server returns status {status} ({_reason(error)}); "
+                        "check the address and the credentials"
                     ) from None
                 last = error
                 if attempt + 1 < self.options.attempts:
                     pause = min(30.0, self.options.pause * 2**attempt)
-                    time.sleep(pause * random.uniform(0.75, 1.25))  # not all readers at once
+                    # Random, so that readers do not retry at the same time.
+                    time.sleep(pause * random.uniform(0.75, 1.25))
             else:
                 self._failed = 0
                 return found
@@ -286,7 +288,7 @@ def _open_system(scheme: str, host: str, options: RemoteOptions) -> Any:
             "retries": {"max_attempts": 0},
         }
         system = fsspec.filesystem("s3", config_kwargs=config, **common)
-        system.retries = 1  # `_repeat` repeats
+        system.retries = 1  # `_repeat` retries
         return system
     if scheme == "gs":
         return fsspec.filesystem("gs", **common)
@@ -294,7 +296,7 @@ def _open_system(scheme: str, host: str, options: RemoteOptions) -> Any:
 
 
 def _web_client(host: str, timeout: float) -> Callable[..., Awaitable[Any]]:
-    """Return what opens a session that follows no redirect to another host."""
+    """Return a function that opens a session without redirects to other hosts."""
 
     async def client(**options: Any) -> Any:
         import aiohttp
@@ -343,7 +345,7 @@ async def _get(
 
 
 def _failures(scheme: str) -> tuple[type[BaseException], ...]:
-    """Return what is raised for failures that may pass."""
+    """Return the exception classes of temporary failures."""
     found: list[type[BaseException]] = [OSError, TimeoutError]
     import aiohttp
 
@@ -369,7 +371,7 @@ def _reason(error: BaseException) -> str:
 
 
 class ArchiveCache:
-    """Archives of stores on the local disk, at most `options.cache_bytes` together; the longest unused go first.
+    """Cache of archives on the local disk, at most `options.cache_bytes` in total; the least recently used are removed.
 
     Args:
         options: folder and size.
@@ -379,12 +381,12 @@ class ArchiveCache:
         self.folder, self.limit = options.cache, options.cache_bytes
 
     def fetch(self, store: Store, address: str, size: int | None = None) -> Path:
-        """Return the path of a local copy, downloaded if it is not there.
+        """Return the path of a local copy; download it if there is none.
 
         Args:
-            store: of the archive.
-            address: of the archive.
-            size: its bytes, if known; a file that was replaced by one of another size is downloaded again.
+            store: store of the archive.
+            address: address of the archive.
+            size: its size in bytes, if known; a cached file of another size is downloaded again.
         """
         size = store.size(address) if size is None else size
         if (size or 0) > self.limit:
@@ -444,7 +446,7 @@ def read_list(store: Store, address: str) -> io.BytesIO:
 
 
 def common_stores(addresses: Sequence[str], options: RemoteOptions) -> list[Store]:
-    """Return the store of each address, one for each scheme and host."""
+    """Return the store of each address; addresses with the same scheme and host share one."""
     known: dict[tuple[str, str], Store] = {}
     found = []
     for address in addresses:

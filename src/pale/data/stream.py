@@ -1,4 +1,4 @@
-"""The order of the samples: one stream over all epochs, cut into global batches.
+"""Order of the samples: one stream over all epochs, cut into global batches.
 
 Every epoch is a permutation drawn from (seed, epoch), the epochs follow each other without a gap, and
 step s takes positions s B to (s + 1) B of that stream, where B is the global batch size. Each sample
@@ -7,10 +7,10 @@ the samples of a step do not depend on the number of processes, of workers or of
 The last batch is filled up from one more epoch. With groups, every epoch is ordered such that all
 samples of a step are of one group, except in one or two steps per epoch.
 
-With parts (the sources of a mixture), an epoch takes a fixed number of samples from each part. Each part has a stream
-of its own, one permutation after the other drawn from (seed, part, pass), so its samples are drawn equally often, and
-the epoch is their union in an order drawn from (seed, epoch). The first number of a key is then the pass: it is unique
-for each occurrence of a sample, also where an epoch takes a sample several times.
+With parts (the sources of a mixture), an epoch takes a fixed number of samples from each part. Each part has its own
+stream, a sequence of permutations drawn from (seed, part, pass), so its samples are drawn equally often. The epoch is
+the union of all parts in an order drawn from (seed, epoch). The first number of a key is then the pass: it is unique
+for each occurrence of a sample, also if an epoch takes a sample several times.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from .report import SAME_IMAGE_ADVICE, ImageReport, Problem
 SMALL = 32  # pixels of the short side below which an image is reported
 LONG = 4.0  # ratio of the sides above which a centre crop loses most of the image
 FEW = 5  # images of a training class below which it is reported
-UNEVEN = 10  # largest ratio of the numbers of images of two classes that is not reported
+UNEVEN = 10  # ratio of the largest to the smallest class above which it is reported
 TILE = 96  # pixels of an image on the contact sheet
 TITLE = 14  # pixels of a class name on the contact sheet
 
@@ -295,9 +295,11 @@ def _duplicates(readable: Sequence[CheckedFile]) -> Iterator[Problem]:
 def _unusual_images(readable: Sequence[CheckedFile]) -> Iterator[Problem]:
     sizes = [(file.name, *facts.size) for file, facts in readable]
     small = [f"{name}: {w}x{h}" for name, w, h in sizes if min(w, h) < SMALL]
-    yield Problem(f"smaller than {SMALL} pixels", False, "too small to show much", small)
+    yield Problem(f"smaller than {SMALL} pixels", False, "too small to learn from", small)
     long = [f"{name}: {w}x{h}" for name, w, h in sizes if max(w, h) > LONG * min(w, h)]
-    yield Problem(f"sides of more than {LONG:g} to 1", False, "the centre crop loses most", long)
+    yield Problem(
+        f"sides of more than {LONG:g} to 1", False, "the centre crop loses most of the image", long
+    )
     flat = [file.name for file, facts in readable if facts.flat]
     yield Problem("one colour only", False, "nothing to learn from", flat)
 

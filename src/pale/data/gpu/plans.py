@@ -113,7 +113,7 @@ class OperationRecorder:
 
 
 class JitterRecorder:
-    """The same for torchvision's `ColorJitter`."""
+    """Stand-in for torchvision's `ColorJitter` that makes the same draws and records them."""
 
     def __init__(self, jitter: ColorJitter, planner: Planner) -> None:
         if jitter.hue is not None:

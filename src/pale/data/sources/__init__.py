@@ -1,1 +1,1 @@
-"""Where samples come from."""
+"""Sources of samples: folders, lists, shards, annotation files and generated scenes."""

@@ -1,4 +1,4 @@
-"""Class lists of segmentation masks: which values and colours in a mask stand for which class."""
+"""Class lists of segmentation masks: the values and colours of each class in a mask."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def palette(count: int) -> list[Colour]:
 
 
 class ClassList:
-    """The classes, and the values and colours that stand for them in a mask.
+    """Classes with their values and colours in a mask.
 
     Args:
         entries: lines of the list, in order.

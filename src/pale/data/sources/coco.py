@@ -96,7 +96,7 @@ class CocoFiles:
         images: folder of the images.
         categories: expected class names (those of the training set, for validation).
         keep_empty: keep images without objects to train on.
-        content: of the annotation file, if it was read or converted already.
+        content: content of the annotation file, if it was already read or converted.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Choose validation samples of a dataset without splits, by seed and file name.
 
-Other files, their order and the place of the dataset do not matter: an added image moves at most one other image from
-one side to the other.
+The choice does not depend on the order of the files or the location of the dataset. An added image moves at most one
+other image between the two sets.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def split_by_name(
     """Return the indices of the training samples and of the held-out ones, sorted.
 
     Args:
-        names: of the files; only the last part of a path counts.
-        share: of each group to hold out; at least one sample of each is on both sides.
-        seed: of the choice.
+        names: names of the files; only the last part of a path counts.
+        share: share of each group to hold out; at least one sample of each group is in both sets.
+        seed: seed of the choice.
         groups: group of each sample, such as its class; None: one group.
     """
     members: dict[int, list[int]] = defaultdict(list)

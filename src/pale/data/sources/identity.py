@@ -124,7 +124,7 @@ def _(source: TagFiles | TagShards) -> Digest:
 
 @_digest.register
 def _(source: Mixture) -> Digest:
-    """Cover all members: their names, samples, classes, and how many samples an epoch takes."""
+    """Hash names, samples, classes and the samples per epoch of all members."""
     members = zip(source.members, source.parts, source.numbers, strict=True)
     rows = [
         [m.name, part.quota, numbers.tolist(), _digest(m.source).hexdigest()]
@@ -185,6 +185,7 @@ def _hash_names(
 
 def _relative_paths(paths: list[str]) -> list[str]:
     """Remove the common parent folder of all paths."""
-    first, last = min(paths), max(paths)  # a prefix of these two is one of all paths between them
+    # A common prefix of the first and the last sorted path is a prefix of all.
+    first, last = min(paths), max(paths)
     folder = os.path.commonpath([os.path.dirname(first), os.path.dirname(last)])
     return [path[len(folder) :].lstrip(os.sep) for path in paths]

@@ -26,7 +26,7 @@ from ..reading import (
 from .holding import HoldOutBy, split_by_name
 from .paths import walk_files
 
-MAX_REPEATS = 20  # of an image in an epoch with balanced sampling
+MAX_REPEATS = 20  # maximum number of repetitions of an image in an epoch with balanced sampling
 
 
 class ImageSource(Protocol):
@@ -233,12 +233,12 @@ def read_pets(root: Path, split: str, classes: Sequence[str] | None = None) -> I
 
 
 class ImageSubset:
-    """Some images of a source, in any number each; `notes` state why.
+    """Some images of a source, possibly repeated; `notes` state the reason.
 
     Args:
         source: the images.
         indices: the chosen ones; one may occur several times.
-        notes: for the log of a run.
+        notes: lines for the log of a run.
     """
 
     def __init__(
@@ -268,12 +268,12 @@ class ImageSubset:
 def hold_out(
     source: ImageSource, share: float, seed: int, by: HoldOutBy = "order"
 ) -> tuple[ImageSubset, ImageSubset]:
-    """Split off `share` of each class; returns the rest and the share.
+    """Split off `share` of each class; return the rest and the split-off part.
 
     Args:
         source: the images.
-        share: of each class, at least one image with by="name".
-        seed: of the choice.
+        share: share of each class; at least one image with by="name".
+        seed: seed of the choice.
         by: "order" draws positions in the sorted list of files, "name" chooses by file name (see `holding`).
     """
     if by == "name":
@@ -308,7 +308,7 @@ def without_unreadable(
 
     Args:
         source: the images.
-        threads: that decode.
+        threads: number of threads that decode.
         skip: leave unreadable images out.
         training: every class must keep an image.
     """

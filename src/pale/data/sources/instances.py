@@ -19,7 +19,7 @@ from .images import pet_rows
 from .scenes import CLASSES as SHAPES
 from .scenes import Scenes
 
-MAX_MASK_BYTES = 2**31  # of the masks of all objects in an image, one byte per pixel
+MAX_MASK_BYTES = 2**31  # maximum size of the masks of all objects in an image, one byte per pixel
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Images of folders, list files and tar archives as one sequence, whole or one shard of it.
+"""Images of folders, list files and tar archives as one sequence, or one shard of it.
 
-A shard is a part of the images that depends only on their names relative to the source: the order of the files, the
-machine and the place where the source is mounted do not matter. An image belongs to the shard of the hash of its name,
-so an added image changes no other; of tar archives, which are read from their beginning to their end, each belongs to
-one shard, in turn by their sorted names.
+A shard is a part of the images. It depends only on their names relative to the source, not on the order of the files,
+the machine or the mount point. The hash of its name decides the shard of an image, so an added image does not change
+the shards of others. Tar archives are read from start to end, so each archive belongs to one shard; the archives are
+assigned in turn, sorted by name.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from ..reading import (
 from .shards import read_at
 
 MAX_SHARDS = 1_000_000
-MAX_PACKED_BYTES = 2**28  # of an image in an archive: several are held in memory
-MAX_LINE = 65_536  # bytes of a line of a list
+MAX_PACKED_BYTES = 2**28  # of an image in an archive, because several are held in memory
+MAX_LINE = 65_536  # maximum bytes of a line of a list
 ARCHIVE = ".tar"
 LIST = ".txt"
 
 
 class ImageItem(Protocol):
-    """An image that is read when it is its turn."""
+    """An image that is read when it is needed."""
 
     @property
     def name(self) -> str:
         """Name relative to its source, as valid Unicode."""
 
     def load(self) -> str | os.PathLike[str] | bytes:
-        """Return its path or its content; raise an UnreadableImageError, or an OSError, where that fails."""
+        """Return its path or its content; raise an UnreadableImageError or an OSError if that fails."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` parts of the images, `index` from 0."""
+    """One of `count` parts of the images; `index` counts from 0."""
 
     index: int = 0
     count: int = 1
@@ -84,7 +84,7 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class FileItem:
-    """An image file; `path` is what the operating system opens."""
+    """An image file; `path` is the path for the operating system."""
 
     name: str
     path: str
@@ -96,27 +96,27 @@ class FileItem:
 
 @dataclass(frozen=True, slots=True)
 class BadItem:
-    """What was found where an image or an archive was expected, and cannot be read."""
+    """An entry that is not a readable image or archive."""
 
     name: str
     reason: str
 
     def load(self) -> bytes:
-        """Raise the reason."""
+        """Raise an error with the reason."""
         raise UnreadableImageError(f"{self.name}: {self.reason}")
 
 
 class OpenArchive:
-    """A descriptor of an archive that stays open as long as one of its items is needed."""
+    """File descriptor of an archive, open as long as one of its items is needed."""
 
     def __init__(self, path: str) -> None:
         with open_regular(path) as file:
             self.descriptor = os.dup(file.fileno())
-        # Without pread, threads that read would move each other's place.
+        # Without pread, threads would change each other's position in the file.
         self._lock = nullcontext() if hasattr(os, "pread") else Lock()
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return the bytes at a place, fewer at the end of the file; safe in any thread."""
+        """Return the bytes at an offset, fewer at the end of the file; thread-safe."""
         left = max(0, os.fstat(self.descriptor).st_size - offset)
         with self._lock:
             return read_at(self.descriptor, min(size, left), offset)
@@ -165,7 +165,7 @@ def local_items(sources: Sequence[Path], shard: Shard = WHOLE) -> Iterator[Image
     Args:
         sources: images, folders, list files (.txt: one path per line, relative to the folder of the list) and tar
             archives; those in folders are found too.
-        shard: which of them.
+        shard: shard to return.
     """
     files: list[FileItem] = []
     archives: list[FileItem] = []
@@ -200,15 +200,15 @@ def own_archives(archives: Iterable[FileItem], shard: Shard) -> list[FileItem]:
 
 
 def source_prefixes(names: Sequence[str]) -> list[str]:
-    """Return what precedes the names of each source's images: nothing for one source, else its own name."""
+    """Return the prefix of the image names of each source: empty for a single source, else its name."""
     if len(names) == 1:
         return [""]
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(
             f"images are named after their source, and two sources have the name {display_name(repeated[0])!r}; "
-            "give their common folder, or predict one after the other"
+            "give their common folder, or run one command per source"
         )
-    # A file is its own name.
+    # The name of a file is the whole name of its image.
     return [f"{name}/" if not is_file_name(name) else "" for name in names]
 
 
@@ -239,14 +239,14 @@ def _entries(source: Path) -> Iterator[tuple[str, str]]:
 def _unreadable_folder(error: OSError) -> None:
     raise DataError(
         f"the folder {display_name(error.filename)} cannot be read ({error.strerror}); its images would be missing: "
-        "change its rights, or leave it out"
+        "change its permissions, or leave it out"
     )
 
 
 def list_names(file: BinaryIO, source: str) -> Iterator[str]:
     """Yield the lines of a list file that name an image; addresses are refused.
 
-    A list names files beside itself. Were addresses allowed, a list could make this program contact any host.
+    A list names files in its own folder. If addresses were allowed, a list could make this program contact any host.
     """
     number = 0
     while line := file.readline(MAX_LINE + 1):
@@ -265,18 +265,18 @@ def list_names(file: BinaryIO, source: str) -> Iterator[str]:
 
 
 def tar_items(path: str, name: str) -> Iterator[ImageItem]:
-    """Yield the images of an uncompressed tar archive in its order; where it is damaged, a `BadItem` ends it.
+    """Yield the images of an uncompressed tar archive in order; if it is damaged, the last item is a `BadItem`.
 
     Args:
-        path: of the archive.
-        name: of the archive, the beginning of the names of its images.
+        path: path of the archive.
+        name: name of the archive, the prefix of the names of its images.
     """
     try:
         with open_regular(path) as file:
             archive = OpenArchive(path)
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 while (member := tar.next()) is not None:
-                    tar.members.clear()  # type: ignore[attr-defined]  # it would keep every header
+                    tar.members.clear()  # type: ignore[attr-defined]  # it would keep every header in memory
                     if member.isreg() and is_image_name(member.name):
                         inside = display_name(f"{name}/{member.name}")
                         yield TarItem(inside, archive, member.offset_data, member.size)
@@ -284,6 +284,6 @@ def tar_items(path: str, name: str) -> Iterator[ImageItem]:
         reason = error.strerror or error if isinstance(error, OSError) else error
         yield BadItem(
             name,
-            f"cannot be read as an uncompressed tar archive ({reason}); the images after this place are missing: "
+            f"cannot be read as an uncompressed tar archive ({reason}); the images after this one are missing: "
             "copy it again, or unpack it",
         )

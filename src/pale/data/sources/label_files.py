@@ -1,8 +1,8 @@
-"""Datasets with one label file per image (YOLO, Pascal VOC), read as COCO's JSON holds them.
+"""Datasets with one label file per image (YOLO, Pascal VOC), converted to the structure of COCO's JSON.
 
-A reader returns images, objects and categories in memory, in the structure of COCO's JSON, so that training,
-evaluation and checks have one path. What cannot be read is listed with file, line, rule and value: training stops at
-the first, `pale data check` prints all. File names in label files never lead outside the root of the dataset.
+A reader returns images, objects and categories in memory, so that training, evaluation and checks share one path.
+Unreadable labels are listed with file, line, rule and value: training stops at the first, `pale data check` prints
+all. File names in label files cannot refer to files outside the root of the dataset.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ...errors import DataError
 from ..reading import SUFFIXES, display_name, read_bytes
 
 LabelFormat = Literal["yolo", "voc"]
-MAX_LABEL_BYTES = 2**24  # of one label file
+MAX_LABEL_BYTES = 2**24  # maximum size of one label file
 MAX_COORDINATE = 1e7  # pixels
-THREADS = 8  # they wait for the disk
+THREADS = 8  # threads mostly wait for the disk
 
 
 @dataclass
@@ -29,9 +29,9 @@ class LabelledImages:
 
     Attributes:
         origin: file or folder that describes the dataset, for messages.
-        folder: what file names are relative to.
+        folder: folder that file names are relative to.
         content: images, annotations and categories, as in COCO's JSON.
-        problems: what cannot be read: file and line, rule, value.
+        problems: unreadable labels, with file and line, rule, value.
     """
 
     origin: Path
@@ -40,7 +40,7 @@ class LabelledImages:
     problems: list[str] = field(default_factory=list)
 
     def require_readable(self) -> LabelledImages:
-        """Return the images, or raise the first problem with the number of others."""
+        """Return the images, or raise the first problem with the number of the others."""
         if self.problems:
             more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
             raise DataError(
@@ -51,7 +51,7 @@ class LabelledImages:
 
 @dataclass(frozen=True)
 class LabelledImage:
-    """One image of a split: the values of its entry, its objects, and what cannot be read."""
+    """One image of a split: the values of its entry, its objects, and the problems of its labels."""
 
     entry: dict[str, Any]
     objects: Sequence[dict[str, Any]] = ()
@@ -68,7 +68,7 @@ def read_labels(
         root: folder of the dataset; for YOLO also its data.yaml.
         split: name of the split.
         whole: take all images if the dataset has no such split, for holding out a share of them.
-        threads: that read files.
+        threads: number of threads that read files.
     """
     from .voc import read_voc
     from .yolo import read_yolo
@@ -78,7 +78,7 @@ def read_labels(
 
 
 def detect_format(root: Path) -> LabelFormat | None:
-    """Return the format that the folders of a dataset look like, or None."""
+    """Return the format of a dataset, detected from its folders, or None."""
     from .voc import looks_like_voc
     from .yolo import looks_like_yolo
 
@@ -127,7 +127,7 @@ def by_stem(files: Sequence[Path], folder: Path) -> dict[str, Path]:
         stem = os.path.splitext(path.relative_to(folder).as_posix())[0]
         if stem in found:
             raise DataError(
-                f"{display_name(found[stem])} and {display_name(path)} have one name, so labels of it are ambiguous; "
+                f"{display_name(found[stem])} and {display_name(path)} have the same name, so labels are ambiguous; "
                 "rename or remove one"
             )
         found[stem] = path
@@ -135,7 +135,7 @@ def by_stem(files: Sequence[Path], folder: Path) -> dict[str, Path]:
 
 
 def inside(path: Path, root: Path) -> Path | None:
-    """Return a path without `..`, or None where it leads out of the root."""
+    """Return a path without `..`, or None if it is outside the root."""
     try:
         plain = Path(os.path.normpath(path))
         return plain if plain.is_relative_to(os.path.normpath(root)) else None
@@ -157,5 +157,5 @@ def read_label_bytes(path: Path) -> bytes:
 
 
 def read_label_text(path: Path) -> str:
-    """Return the text of a label file; a byte order mark is left out."""
+    """Return the text of a label file; a byte order mark is removed."""
     return read_label_bytes(path).decode("utf-8-sig", "surrogateescape")

@@ -216,7 +216,7 @@ def _listed_stems(names: Path, images: Path, image_paths: dict[str, str]) -> lis
 def hold_out(
     pairs: Sequence[tuple[Path, Path]], share: float, seed: int, by: HoldOutBy = "order"
 ) -> tuple[list[tuple[Path, Path]], list[tuple[Path, Path]]]:
-    """Split off `share` of the pairs; returns the rest and the share; `by` as for images with a class each."""
+    """Split off `share` of the pairs; return the rest and the split-off part; `by` as in `images.hold_out`."""
     if by == "name":
         kept, rest = split_by_name([str(image) for image, _ in pairs], share, seed)
         return [pairs[i] for i in kept], [pairs[i] for i in rest]

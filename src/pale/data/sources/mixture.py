@@ -2,9 +2,9 @@
 
 The classes of single-label sources come first, in the order in which they first occur; sources with equal class names
 share them. The classes of multi-label sources (tags) follow and are merged in the same way, but never with those of
-single-label sources: the one are outputs of a softmax, the other of a sigmoid. A tag with the name of a class gets the
-suffix " (tag)". Classes that are only numbers mean something else in each source, so the name of the source is put
-before them.
+single-label sources: the latter are outputs of a softmax, tags are outputs of a sigmoid. A tag with the name of a
+class gets the suffix " (tag)". Class names that are numbers have another meaning in each source, so they get the
+name of the source as a prefix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..stream import Part
 from .images import ImageSource, ImageSubset
 from .tags import MAX_CLASSES, TagFiles, TagShards
 
-TAG = " (tag)"  # of a tag with the name of a class
+TAG = " (tag)"  # suffix of a tag with the name of a class
 
 
 class TagSubset(ImageSubset):
@@ -46,9 +46,9 @@ class Member:
     """One source of a mixture.
 
     Attributes:
-        name: of the source.
+        name: name of the source.
         source: its images; tagged images are multi-label.
-        weight: how often an image is drawn, relative to the images of other members.
+        weight: sampling frequency of an image relative to the images of other members.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Member:
 
     @property
     def multi(self) -> bool:
-        """Whether an image has any number of classes."""
+        """Whether an image can have any number of classes."""
         return isinstance(self.source, Tagged)
 
     def label_rows(self) -> list[tuple[int, ...]]:
@@ -79,7 +79,7 @@ class Member:
 def hold_out_tags(
     source: TagFiles | TagShards, share: float, seed: int
 ) -> tuple[TagSubset, TagSubset]:
-    """Split off `share` of the images, drawn from `seed`; returns the rest and the share."""
+    """Split off `share` of the images, drawn from `seed`; return the rest and the split-off part."""
     count = round(share * len(source))
     if not 0 < count < len(source):
         raise DataError(
@@ -90,7 +90,7 @@ def hold_out_tags(
 
 
 def joint_classes(members: Sequence[Member]) -> tuple[list[str], int]:
-    """Return the joint classes, and how many at the end are tags."""
+    """Return the joint classes, and the number of tags at their end."""
     single = dict.fromkeys(n for m in members if not m.multi for n in m.class_names())
     tags = dict.fromkeys(n for m in members if m.multi for n in m.class_names())
     classes = [*single, *(name + TAG if name in single else name for name in tags)]
@@ -106,7 +106,7 @@ def epoch_quotas(members: Sequence[Member], epoch: int | None) -> tuple[Part, ..
 
     Args:
         members: the sources.
-        epoch: samples of an epoch; None: each image is drawn as often as its weight says, once with weight 1.
+        epoch: samples of an epoch; None: an image is drawn as many times as its weight, once with weight 1.
     """
     wanted = np.array([m.weight * len(m.source) for m in members])
     total = round(float(wanted.sum())) if epoch is None else epoch
@@ -134,10 +134,10 @@ class Mixture:
 
     Attributes:
         classes: the joint classes.
-        tags: how many of them, at the end, are tags.
+        tags: number of tags at the end of `classes`.
         numbers: for each member the numbers of its classes in `classes`.
         labels: the index of each image; `class_table` has its classes.
-        parts: how many samples an epoch takes from each member.
+        parts: number of samples that an epoch takes from each member.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Mixture:
         return self.members[number].source.name(index - self.starts[number])
 
     def class_table(self) -> NDArray[np.int32]:
-        """Return the joint classes of each image, (images, n), with rows filled up by the number of classes."""
+        """Return the joint classes of each image, (images, n), with rows padded with the number of classes."""
         rows = [member.label_rows() for member in self.members]
         width = max(1, max(len(row) for each in rows for row in each))
         table = np.full((len(self), width), len(self.classes), np.int32)

@@ -38,9 +38,10 @@ def remote_items(
     """Yield the images of a shard: first files, sorted by name, then those of the archives.
 
     Args:
-        addresses: of images, prefixes (`s3://bucket/folder`), list files (.txt: paths below the folder of the list) and
+        addresses: addresses of images, prefixes (`s3://bucket/folder`), list files (.txt: paths below the folder of the
+        list) and
             tar archives, as a user typed them.
-        shard: which of them.
+        shard: shard to return.
         options: time limits and the cache of archives.
     """
     files: dict[str, RemoteItem] = {}

@@ -1,7 +1,7 @@
 """Tar shards of an object store, for training: `--data.kind shards --data.root s3://bucket/folder`.
 
 Shards that fit into the cache together are downloaded when they are first used. Otherwise each image is read by a
-request of its own, so the local disk does not have to hold the dataset.
+separate request, so the dataset may be larger than the local disk.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class RemoteShardFiles(ShardFiles):
     """Images of a split in a store, by number.
 
     Args:
-        address: of the folder, as a user typed it.
+        address: address of the folder, as the user typed it.
         split: the shards are `<split>-*.tar`, and their index is `<split>.npz` (`pale data pack` writes both).
-        classes: of the training set, for a validation set.
+        classes: classes of the training set, for a validation set.
         options: time limits and the cache.
     """
 

@@ -1,4 +1,4 @@
-"""Scenes: textured shapes on textured backgrounds, generated from (seed, index); nothing to download.
+"""Scenes: textured shapes on textured backgrounds, generated from (seed, index) without a download.
 
 The class is the shape of the largest visible object. Its colour, texture, position, size and rotation
 are drawn independently, so that none of them reveals the class. Every scene has a semantic mask and
@@ -19,7 +19,7 @@ Plane = NDArray[np.float32]
 MIN_SIZE = 16
 # Range of the radius of an object, relative to half the image.
 RADIUS = (0.6, 0.95)
-MIN_VISIBLE = 12  # minimum of visible pixels of an instance
+MIN_VISIBLE = 12  # minimum number of visible pixels of an instance
 
 
 def _polar(u: Plane, v: Plane, corners: int) -> tuple[Plane, Plane]:

@@ -12,15 +12,15 @@ ADDRESSES = ("addresses", "s3://, gs://, http:// and https://")
 
 @settings_class
 class ShardSettings:
-    """Which part of the images is predicted, and where archives of addresses are kept."""
+    """Options for predicting a part of the images, and for the cache of remote archives."""
 
     shard: str | None = option(
-        "predict part I of N of the images, I from 0, and write parts into -o; repeated, only what is missing",
+        "predict part I of N of the images (I from 0) and write it to -o; a second run computes only what is missing",
         default=None,
         metavar="I/N",
         group=SHARDS,
     )
-    retry_failed: bool = option("read images again that failed before", default=False, group=SHARDS)
+    retry_failed: bool = option("retry images that failed before", default=False, group=SHARDS)
     merge: Path | None = option(
         "merge the parts of all shards in this folder", default=None, metavar="DIR", group=SHARDS
     )

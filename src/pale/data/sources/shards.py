@@ -149,14 +149,14 @@ def build_index(paths: Sequence[Path], classes: Sequence[str] | None = None) -> 
 def scan_shards(
     paths: Sequence[Path], suffix: str, parse: Callable[[bytes], T], limit: int, content: str
 ) -> tuple[list[Place], list[T]]:
-    """Return the place of each image in tars, and what the file beside it contains.
+    """Return the position of each image in the tars, and the value in the file beside it.
 
     Args:
         paths: the shards.
-        suffix: of the file beside each image, without the dot.
+        suffix: suffix of the file beside each image, without the dot.
         parse: returns the value of such a file; raises a ValueError for wrong content.
-        limit: bytes of such a file, at most.
-        content: what such a file contains, for messages.
+        limit: maximum size of such a file in bytes.
+        content: description of such a file for messages.
     """
     places: list[Place] = []
     values: list[T] = []
@@ -176,14 +176,16 @@ def scan_shards(
         places += [(number, *images[k], k.encode("utf-8", "surrogateescape")) for k in images]
         values += [found[k] for k in images]
     if not places:
-        raise ValueError(f"no images in {len(paths)} shards, {paths[0] if paths else 'none'} first")
+        raise ValueError(
+            f"there are no images in {len(paths)} shards, {paths[0] if paths else 'none'} first"
+        )
     return places, values
 
 
 def index_of(
     paths: Sequence[Path], places: Sequence[Place], labels: Sequence[int], classes: Sequence[str]
 ) -> ShardIndex:
-    """Return the index of images at the places that `scan_shards` found."""
+    """Return the index of images at the positions that `scan_shards` found."""
     shard, offset, size, keys = zip(*places, strict=True)
     return ShardIndex(
         tuple(path.name for path in paths),

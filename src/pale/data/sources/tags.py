@@ -19,10 +19,10 @@ from ..reading import display_name, read_text, require_distinct_names, shorten_l
 from .images import ImageFiles
 from .shards import ShardFiles, index_of, scan_shards
 
-MAX_TAGS = 1000  # of an image
+MAX_TAGS = 1000  # maximum number of tags of an image
 MAX_NAME = 200  # characters of a tag
-MAX_CLASSES = 1 << 16  # as many as the header of weights may list
-MAX_JSON_BYTES = 1 << 18  # of the tags of one image
+MAX_CLASSES = 1 << 16  # the maximum of a header of weights
+MAX_JSON_BYTES = 1 << 18  # maximum size of the tags of one image
 ONE_CLASS = ("image",)  # the base classes expect a class for each image
 
 
@@ -32,7 +32,7 @@ class TagShards(ShardFiles):
     Args:
         folder: contains `<split>-*.tar`.
         split: name of the split.
-        classes: those of the training set, for validation.
+        classes: classes of the training set, for validation.
 
     Attributes:
         tags: class numbers of each image, sorted.

@@ -140,7 +140,7 @@ class TokenLabelWriter:
                 )
         elif folder.is_dir() and any(
             f.name != "names.txt" and f.suffix != ".part" for f in folder.iterdir()
-        ):  # these two may remain of an interrupted run
+        ):  # an interrupted run may leave these two
             raise ValueError(f"{folder} contains other files; choose another folder")
         else:
             folder.mkdir(parents=True, exist_ok=True)

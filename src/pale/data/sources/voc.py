@@ -8,8 +8,8 @@
 | SegmentationObject | NAME.png: number of the object in the XML file, from 1 |
 | ImageSets/Main, ImageSets/Segmentation | SPLIT.txt: a name in each line |
 
-Files beside each other in a folder per split, as Roboflow writes them, are read too. Coordinates are VOC's: pixels
-count from 1 and `xmax`, `ymax` are inside of the box, so that 1, 1, 10, 10 is a box of ten pixels at the corner.
+One folder per split with images and XML files, as Roboflow writes it, is supported too. Coordinates are VOC's: pixels
+count from 1 and `xmax`, `ymax` belong to the box, so that 1, 1, 10, 10 is a box of ten by ten pixels at the corner.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
 def looks_like_voc(root: Path) -> bool:
-    """Return whether a folder has VOC's folders."""
+    """Return whether a folder contains VOC's folders."""
     try:
         return any((voc_root(root) / name).is_dir() for name in ("Annotations", "ImageSets"))
     except DataError:
@@ -69,7 +69,7 @@ def looks_like_voc(root: Path) -> bool:
 
 
 def voc_root(root: Path) -> Path:
-    """Return the folder that holds VOC's folders: the root, or the only VOC... in it."""
+    """Return the folder that contains VOC's folders: the root, or the only folder VOC* in it."""
     if any((root / name).is_dir() for name in ("Annotations", "ImageSets", "SegmentationClass")):
         return root
     years = sorted([*root.glob("VOC2*"), *root.glob("VOCdevkit/VOC2*")])
@@ -82,7 +82,7 @@ def voc_root(root: Path) -> Path:
 
 @dataclass(frozen=True)
 class VocFiles:
-    """Files of a split by name: images, and XML files or masks; `folder` is that of the images, under the root."""
+    """Files of a split by name: images, and XML files or masks; `folder` contains the images, under the root."""
 
     folder: str
     names: Sequence[str]
@@ -96,11 +96,11 @@ def find_files(
     """Find the files of a split.
 
     Args:
-        root: of the dataset.
+        root: root of the dataset.
         split: name of the list, with the folder if it is in another one (Segmentation/train).
         part: folder of the list in ImageSets.
         labels: folder of the labels.
-        suffixes: of the labels.
+        suffixes: suffixes of the labels.
         whole: take all labels if there is no such split.
     """
     folder = root / split
@@ -140,10 +140,10 @@ def _find(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def read_voc(root: Path, split: str, whole: bool, threads: int) -> LabelledImages:
-    """Read a split: boxes, and shapes where SegmentationObject has a mask.
+    """Read a split: boxes, and shapes if SegmentationObject has a mask.
 
-    An object marked `difficult` becomes a crowd: never learned, and no mistake when found. An image without an XML file
-    has no objects.
+    An object marked `difficult` becomes a crowd: not used for training, and not counted as a false positive. An image
+    without an XML file has no objects.
     """
     root = voc_root(root)
     files = find_files(root, split, "Main", "Annotations", (".xml",), whole)
@@ -201,9 +201,9 @@ def object_classes(root: Path, files: VocFiles) -> list[str]:
 def parse_annotation(
     path: Path, number: dict[str, int]
 ) -> tuple[dict[str, int], dict[int, dict[str, Any]], list[str]]:
-    """Return the size of the image if the file has it, the objects as COCO's JSON holds them, and what is wrong.
+    """Return the size of the image if the file states it, the objects in COCO's structure, and the problems.
 
-    Objects have their place in the file as key, from 1.
+    The key of an object is its position in the file, from 1.
     """
     found = read_xml(path)
     objects: dict[int, dict[str, Any]] = {}
@@ -258,11 +258,11 @@ def _number(element: Element | None, tag: str) -> float | None:
         value = float(_text(element, tag)) if element is not None else math.nan
     except ValueError:
         return None
-    return value if abs(value) <= MAX_COORDINATE else None  # NaN is not
+    return value if abs(value) <= MAX_COORDINATE else None  # also excludes NaN
 
 
 def add_shapes(objects: dict[int, dict[str, Any]], path: Path, size: tuple[int, int]) -> None:
-    """Add the shapes of SegmentationObject, whose values are the places of the objects in the XML file."""
+    """Add the shapes of SegmentationObject, whose values are the positions of the objects in the XML file."""
     values = object_numbers(path)
     if values.shape != size:
         raise DataError(
@@ -277,14 +277,14 @@ def add_shapes(objects: dict[int, dict[str, Any]], path: Path, size: tuple[int, 
         left, top, w, h = entry["bbox"]
         if box[0] >= left + w or box[2] <= left or box[1] >= top + h or box[3] <= top:
             raise DataError(
-                f"{display_name(path)}: the pixels of object {place} are outside of its box; values are the "
-                "places of the objects in the XML file, from 1"
+                f"{display_name(path)}: the pixels of object {place} are outside its box; values are the "
+                "positions of the objects in the XML file, from 1"
             )
         entry |= {"segmentation": rle.encode(mask.astype(np.uint8)), "area": int(mask.sum())}
 
 
 def object_numbers(path: Path) -> NDArray[Any]:
-    """Return the number of the object of each pixel; colours, as some tools write them, are VOC's palette."""
+    """Return the object number of each pixel; colours, which some tools write, are mapped by VOC's palette."""
     image = read_stored_image(path)
     pixels = np.asarray(image)
     if pixels.ndim == 2:
@@ -298,7 +298,7 @@ def object_numbers(path: Path) -> NDArray[Any]:
 
 
 def read_label_map(path: Path) -> list[ClassEntry]:
-    """Read lines `name:r,g,b:parts:actions` of CVAT and Datumaro; without a colour it is that of VOC's palette."""
+    """Read lines `name:r,g,b:parts:actions` of CVAT and Datumaro; the default colours are those of VOC's palette."""
     entries: list[ClassEntry] = []
     colours = [(0, 0, 0), *palette(255)]
     for number, line in enumerate(read_label_text(path).splitlines(), start=1):
@@ -324,7 +324,7 @@ def read_label_map(path: Path) -> list[ClassEntry]:
 
 
 def mask_entries(root: Path) -> list[ClassEntry]:
-    """Return the classes of masks: of labelmap.txt, or else VOC's 20, with the background and the border."""
+    """Return the classes of masks: those of labelmap.txt, or VOC's 20, with background and border."""
     root = voc_root(root)
     if (root / LABEL_MAP).is_file():
         return read_label_map(root / LABEL_MAP)
@@ -336,8 +336,8 @@ def mask_entries(root: Path) -> list[ClassEntry]:
 class VocMasks(MaskFiles):
     """Images with the masks of SegmentationClass.
 
-    A palette image is read by its colours where the class list has them, as tools number classes in different orders; a
-    grey image by its values.
+    A palette image is read by its colours if the class list has them, because tools number classes differently; a grey
+    image is read by its values.
     """
 
     def mask(self, index: int) -> Labels:
@@ -350,7 +350,7 @@ class VocMasks(MaskFiles):
 
 
 def _mode(path: Path) -> str:
-    """Return the mode of an image; "" where it cannot be read, which is reported when it is decoded."""
+    """Return the mode of an image; "" if it cannot be read, which is reported when it is decoded."""
     try:
         with open_regular(path) as file, open_image(file) as image:
             return str(image.mode)

@@ -10,16 +10,16 @@ from pathlib import Path
 from ...errors import DataError
 from ..reading import display_name, read_bytes
 
-# As in the folder of Tiny ImageNet, in that of its subsets, and in Kaggle's copy of ImageNet.
+# File names in Tiny ImageNet, in its subsets, and in Kaggle's copy of ImageNet.
 WORD_LISTS = ("words.txt", "classes.txt", "LOC_synset_mapping.txt")
-# Other lines are ignored, so that no other file can be copied into a report by naming it as a list.
+# Other lines are ignored, so that a recipe cannot copy the content of another file into a report.
 LINE = re.compile(r"(n\d{8})[ \t]+(\S.*)", re.ASCII)
 MAX_NAME = 100  # characters
-MAX_BYTES = 2**25  # all of WordNet has 3 MB
+MAX_BYTES = 2**25  # the whole of WordNet has 3 MB
 
 
 def read_words(path: Path) -> dict[str, str]:
-    """Return the name of each id; a line has the id and its names, separated by commas, of which the first counts."""
+    """Return the name of each id; a line has the id and names separated by commas, of which the first is used."""
     try:
         content = read_bytes(path, MAX_BYTES).decode("utf-8", "replace")
     except OSError as error:
@@ -32,7 +32,7 @@ def read_words(path: Path) -> dict[str, str]:
 
 
 def name_classes(classes: Sequence[str], words: Mapping[str, str]) -> list[str]:
-    """Return the name of each class that is a listed id; where two have the same (crane), the id follows it."""
+    """Return the name of each class that is a listed id; equal names (crane) are followed by the id."""
     names = [words.get(name, name) for name in classes]
     count = Counter(names)
     return [

@@ -1,4 +1,4 @@
-"""XML files of annotations. A file may come from anyone: no DTD, so no entities, and bounded depth and size."""
+"""Read XML annotation files safely: no DTD and therefore no entities, bounded depth and size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def read_xml(path: Path) -> Element:
 
     def refuse(*_: Any) -> None:
         raise DataError(
-            f"{display_name(path)}: a document type (<!DOCTYPE ...>) is not read, as it can define entities; remove it"
+            f"{display_name(path)}: a document type (<!DOCTYPE ...>) is not supported, "
+            "because it can define entities; remove it"
         )
 
     parser = expat.ParserCreate()

@@ -1,8 +1,8 @@
-"""YOLO's labels: `images/a.jpg` has `labels/a.txt` with a line per object.
+"""YOLO labels: the objects of `images/a.jpg` are in `labels/a.txt`, one per line.
 
-A line is `class x y w h`, a box with its centre, or `class x y x y x y ...`, a polygon. Classes count from 0,
-coordinates are shares of width and height of the image after EXIF rotation. `data.yaml` names classes and folders of
-splits, as Ultralytics and Roboflow write it; `classes.txt`, as Label Studio writes it, names only the classes.
+A line is `class x y w h`, a box with its centre, or `class x y x y x y ...`, a polygon. Classes count from 0;
+coordinates are relative to width and height of the image after EXIF rotation. `data.yaml` names classes and folders
+of splits, as Ultralytics and Roboflow write it; `classes.txt`, as Label Studio writes it, names only the classes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .masks import MaskFiles
 
 NAMES = ("data.yaml", "data.yml", "dataset.yaml")
 CLASS_FILE = "classes.txt"
-BOUNDS = (-0.5, 1.5)  # of a coordinate; an object may be partly outside of its image
+BOUNDS = (-0.5, 1.5)  # maximum of a coordinate; an object may be partly outside its image
 MAX_NAMES = 100_000
 BACKGROUND = "background"
 
@@ -77,24 +77,24 @@ class YoloDataset:
         except ValueError as error:
             raise DataError(f"{self.file} is not YAML: {error}") from None
         if not isinstance(values, dict):
-            raise DataError(f"{self.file} has no names and values; expected are names, train, val")
+            raise DataError(f"{self.file} has no keys; expected are names, train, val")
         if "kpt_shape" in values:
             raise DataError(
-                f"{self.file} has kpt_shape: labels with key points are not read; export boxes or polygons"
+                f"{self.file} has kpt_shape: keypoint labels are not supported; export boxes or polygons"
             )
         self.classes = _class_names(values.get("names"), self.file)
         count = values.get("nc", len(self.classes))
         if count != len(self.classes):
             raise DataError(
-                f"{self.file} says nc: {str(count)[:40]} but names {len(self.classes)} classes; correct one of them"
+                f"{self.file} has nc: {str(count)[:40]} but {len(self.classes)} class names; correct one of them"
             )
         self._splits = values
-        # An absolute or foreign path is that of another machine: the dataset is where its data.yaml is.
+        # An absolute path belongs to another machine: the dataset is in the folder of its data.yaml.
         base = inside(self.root / str(values.get("path") or "."), self.root)
         self.base = base if base is not None and base.is_dir() else self.root
 
     def images(self, split: str, whole: bool = False) -> list[Path]:
-        """Return the images of a split; `whole`: all images where there is no such split."""
+        """Return the images of a split; `whole`: all images if there is no such split."""
         if split not in ("names", "nc", "path") and self._splits.get(split):
             entries = self._splits[split]
             found = [
@@ -136,7 +136,7 @@ class YoloDataset:
             path = inside(folder / line.strip(), self.root)
             if path is None:
                 raise DataError(
-                    f"{display_name(where)}, line {number}: {display_name(line.strip())[:200]} is outside of the "
+                    f"{display_name(where)}, line {number}: {display_name(line.strip())[:200]} is outside the "
                     f"dataset {self.root}; move the image there, or set data.root to a folder that holds both"
                 )
             found.append(path)
@@ -160,7 +160,7 @@ class YoloDataset:
         )
 
     def label_path(self, image: Path) -> Path:
-        """Return the label file of an image: the last folder `images` becomes `labels`, without one it is beside it."""
+        """Return the label file: in `labels` instead of the last folder `images`, or else beside the image."""
         parts = list(image.relative_to(self.root).with_suffix(".txt").parts)
         for i in reversed(range(len(parts) - 1)):
             if parts[i] == "images":
@@ -207,7 +207,7 @@ def read_yolo(root: Path, split: str, whole: bool, threads: int) -> LabelledImag
         entry: dict[str, Any] = {"file_name": str(image.relative_to(dataset.root))}
         try:
             w, h = image_size(image)
-        except UnreadableImageError:  # reported by whoever reads the image
+        except UnreadableImageError:  # reported when the image is read
             return LabelledImage(entry)
         labels = dataset.label_path(image)
         if not labels.exists():
@@ -226,11 +226,11 @@ def read_yolo(root: Path, split: str, whole: bool, threads: int) -> LabelledImag
 def parse_labels(
     path: Path, classes: int, size: tuple[int, int]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the objects of a label file as COCO's JSON holds them, and the lines that cannot be read.
+    """Return the objects of a label file in COCO's structure, and the lines that cannot be read.
 
     Args:
         path: label file.
-        classes: how many there are.
+        classes: number of classes.
         size: height and width of the image.
     """
     try:
@@ -240,7 +240,7 @@ def parse_labels(
     objects, problems, seen = [], [], set()
     for number, line in enumerate(lines, start=1):
         words = tuple(line.split())
-        if not words or words in seen:  # an object that is listed twice is one object
+        if not words or words in seen:  # duplicate lines are one object
             continue
         seen.add(words)
         values, reason = _line_values(words, classes)
@@ -267,7 +267,7 @@ def _line_values(words: Sequence[str], classes: int) -> tuple[list[float], str |
     low, high = BOUNDS
     if wrong := [v for v in values[1:] if not (math.isfinite(v) and low <= v <= high)]:
         return [], (
-            f"the coordinate {wrong[0]:g} is out of range; coordinates are shares of the image's width and height, "
+            f"the coordinate {wrong[0]:g} is out of range; coordinates are relative to the image's width and height, "
             "0 to 1, not pixels"
         )
     return values, None
@@ -289,7 +289,7 @@ def _as_object(values: Sequence[float], size: tuple[int, int]) -> dict[str, Any]
 class YoloMasks(MaskFiles):
     """Images with the pixels of their polygons as masks.
 
-    Pixels outside of all polygons are background: the class of that name, or else one before the others. Where polygons
+    Pixels outside all polygons are background: the class of that name, or an additional first class. If polygons
     overlap, the smaller one is on top, as in Ultralytics.
     """
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from timm.data import auto_augment
 
-Operation = Callable[..., Image.Image]  # of an image, a strength and options
+Operation = Callable[..., Image.Image]  # arguments: image, strength, options
 
 
 def shear_x(image: Image.Image, factor: float, **options: Any) -> Image.Image:
