@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_TASK", "TASKS", "Registry"]
 
-DEFAULT_TASK = "classification"  # of weights and modules that do not name one
+DEFAULT_TASK = "classification"  # task of weights and modules that do not name one
 
 
 class Registry(MutableMapping[str, "type[Task]"]):
-    """Task classes by kind. A class is imported when it is first read, so that listing the kinds costs nothing.
+    """Task classes by kind. A class is imported when it is first used, so that listing the kinds imports nothing.
 
     Args:
-        places: by kind, the module below this package and the class in it, "module:Class".
+        places: module and class of each kind, "module:Class", relative to this package.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:

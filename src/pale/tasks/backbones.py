@@ -29,8 +29,8 @@ def build_backbone(
 
     Args:
         model: settings of the network.
-        size: of training images, for models that need it.
-        user: what uses the maps, for messages.
+        size: size of training images, for models that need it.
+        user: name of the consumer of the maps, for messages.
     """
     arguments: dict[str, Any] = {"features_only": True, "feature_cls": "getter"}
     if model.drop_path:
@@ -43,7 +43,7 @@ def build_backbone(
             "stem_stride": model.stem_stride,
             "img_size": size,
         }
-        del arguments["feature_cls"]  # these models have a class of their own
+        del arguments["feature_cls"]  # these models have their own class for feature maps
     # Models with a fixed size, such as Swin, get the size of training images and accept others.
     sized = {"img_size": size, "strict_img_size": False} if model.name not in VARIANTS else {}
     backbone = create(model.name, arguments, model.options, sized)
@@ -100,7 +100,7 @@ class DenseModel(Model):
 
 
 def init_backbone(model: nn.Module, path: Path) -> str:
-    """Load the weights of a classifier into the backbone; return what was loaded, what is new and what did not fit."""
+    """Load the weights of a classifier into the backbone; return notes about loaded, new and unfitting tensors."""
     inner = inner_model(model)
     own = inner.state_dict()
     weights = load_weights(path)
@@ -124,7 +124,7 @@ def init_backbone(model: nn.Module, path: Path) -> str:
 
 
 def _other_model(weights: Weights) -> str:
-    """Return what may be wrong with weights that do not fit: the model that they are of, where they name it."""
+    """Return a hint about weights that do not fit: their own model, if they name it."""
     recipe = weights.about.get("recipe")
     model = recipe.get("model") if isinstance(recipe, dict) else None
     name = model.get("name") if isinstance(model, dict) else None
@@ -136,14 +136,14 @@ def _other_model(weights: Weights) -> str:
 
 
 def _adapt(inner: nn.Module, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Return the tensors as timm's own adapter changes them, where tables depend on the image size, as in Swin."""
+    """Return the tensors adapted by timm, for models whose tables depend on the image size, such as Swin."""
     adapter = getattr(sys.modules[type(inner).__module__], "checkpoint_filter_fn", None)
     own = inner.state_dict()
     resized = any(n in own and t.shape != own[n].shape for n, t in tensors.items())
     if adapter is None or not resized:
         return tensors
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about the speed of its interpolation
+        warnings.simplefilter("ignore", UserWarning)  # warning about the speed of its interpolation
         try:
             adapted: dict[str, Tensor] = adapter(tensors, inner)
         except Exception as error:  # timm does not check the shapes of tensors
@@ -159,7 +159,7 @@ def _fits(name: str, tensor: Tensor, own: Tensor) -> bool:
 
 
 def _first(names: Sequence[str]) -> list[str]:
-    """Return the first three names, the last of them with the number of the others."""
+    """Return the first three names; the number of the others follows the last one."""
     shown = list(names[:3])
     if len(names) > 3:
         shown[-1] += f" and {len(names) - 3} more"

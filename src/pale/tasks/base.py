@@ -1,12 +1,12 @@
 """The complete task, in three objects; nothing outside this package asks which task it has.
 
-`Task` trains and evaluates. A recipe makes it (`recipe.task()`), and making it finds the data. It builds the model,
-the datasets, the loss and the metric, and describes evaluation results for `pale eval` and the report. Facts that
-need no data, such as the names of its figures, are class attributes and class methods.
+`Task` trains and evaluates. A recipe creates it (`recipe.task()`), and the constructor finds the data. It builds the
+model, the datasets, the loss and the metric, and describes evaluation results for `pale eval` and the report. Facts
+that need no data, such as the names of its metrics, are class attributes and class methods.
 
-`Pipeline` (pipeline.py) predicts: preprocessing, forward pass and postprocessing of one image or many, what an
-exported file computes, and what it all costs in memory. It is a frozen dataclass without data and without the
-model, which is an argument of its methods. `Task.pipeline` is its class.
+`Pipeline` (pipeline.py) predicts: preprocessing, forward pass and postprocessing of one image or many, the
+computation of an exported file, and the memory of all these. It is a frozen dataclass without data and without
+the model, which is an argument of its methods. `Task.pipeline` is its class.
 
 `Prediction` (prediction.py) is the result for one image: as numbers, as JSON, as text, and drawn.
 
@@ -39,7 +39,7 @@ from .pipeline import Pipeline
 from .prediction import Json
 
 Batch: TypeAlias = dict[str, Any]  # tensors and others by name
-VAL_SEED = 2**31  # of generated validation scenes: beyond every training seed
+VAL_SEED = 2**31  # seed of generated validation scenes: larger than every training seed
 
 
 class Metric(Protocol):
@@ -49,13 +49,13 @@ class Metric(Protocol):
         """Add one prepared batch."""
 
     def state(self) -> Any:
-        """Return what this process collected, on the CPU."""
+        """Return the state of this process, on the CPU."""
 
     def merge(self, states: Sequence[Any]) -> dict[str, float]:
         """Return the figures over all processes; percentages are 0 to 100."""
 
     def details(self) -> Json:
-        """Return what the report shows, as JSON holds it; valid after `merge`."""
+        """Return the data for the report, as JSON values; valid after `merge`."""
         return {}
 
 
@@ -64,12 +64,12 @@ class Evaluated:
     """Result of one evaluation protocol.
 
     Attributes:
-        protocol: its name; "" for the only one of a task.
-        figures: of the metric.
-        metric: that collected them.
+        protocol: name of the protocol; "" if the task has only one.
+        figures: figures of the metric.
+        metric: metric that collected them.
         how: settings of inference, if the task has any.
-        task: that was evaluated.
-        paper: the figures that the paper reports, by name, as far as the recipe has them.
+        task: task that was evaluated.
+        paper: the metrics that the paper reports, by name, if the recipe has them.
     """
 
     protocol: str
@@ -81,22 +81,22 @@ class Evaluated:
 
 
 class Task(ABC):
-    """What the training loop and evaluation need; see the module's docstring.
+    """Interface for the training loop and evaluation; see the module's docstring.
 
     Attributes:
         kind: the key in `TASKS`, and `kind` of its recipes.
-        best: the figure by which the best weights of a run are chosen; greater is better.
-        headline: the figures by which weights are judged, with the names that tables and curves show.
-        scores: figures of which the report states the best value.
-        titles: names of figures and of columns of the metric's "per_class" in the report, with the unit after a comma.
+        best: the metric by which the best weights of a run are chosen; greater is better.
+        headline: the main metrics, with their names in tables and curves.
+        scores: metrics of which the report states the best value.
+        titles: titles of metrics and of the columns of "per_class" in the report, with the unit after a comma.
         class_score: the column of "per_class" by which a report compares the classes of several runs.
         confusion_unit: what the confusion matrix counts.
-        panel_about: what `panel` draws, for the report.
+        panel_about: description of the result of `panel`, for the report.
         pipeline: class of its inference.
         classes: names of the classes.
         train_source: training samples as they are stored; None for evaluation alone.
         notes: messages about data and weights that a run logs at its start.
-        groups: for each training sample the number of its group, where a batch must be of one group.
+        groups: group number of each training sample, if the samples of a batch must be of one group.
     """
 
     kind: ClassVar[str]
@@ -120,7 +120,7 @@ class Task(ABC):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Sources of the training samples, with how many of each an epoch takes; by default all are taken once."""
+        """Sources of the training samples, with the number of samples per epoch; by default each sample once."""
         return ()
 
     def phases(self, steps: int) -> Sequence[int]:
@@ -132,7 +132,7 @@ class Task(ABC):
         return (0,)
 
     def phase_data(self, data: Any, step: int, steps: int) -> Any:
-        """Return the training set as it is from a step on, in a run of `steps` steps, from that of `train_data`."""
+        """Return the training set for the phase that starts at a step, based on that of `train_data`."""
         return data
 
     def data_identity(self) -> DataIdentity:
@@ -148,7 +148,7 @@ class Task(ABC):
         """Return the training set: samples under keys (epoch, index), index below its length.
 
         Args:
-            device: that trains.
+            device: device that trains.
         """
 
     @abstractmethod
@@ -160,12 +160,12 @@ class Task(ABC):
         return default_collate(samples)
 
     def fetched(self, batch: Batch, device: torch.device) -> Batch:
-        """Do the part of preparing a training batch that can fail, before a step begins."""
+        """Do the part of preparing a training batch that can fail, before a step starts."""
         return batch
 
     @abstractmethod
     def prepare(self, batch: Batch, step: int | None) -> Batch:
-        """Normalise a batch on the device, and mix it if `step` is given; draws depend on (seed, step) alone."""
+        """Normalise a batch on the device, and mix it if `step` is given; draws depend on (seed, step) only."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -176,7 +176,7 @@ class Task(ABC):
         """Return a new, empty metric.
 
         Args:
-            protocol: one of `protocols`; "" is that of validation during training.
+            protocol: one of `protocols`; "" is the protocol of validation during training.
         """
 
     def val_image(self, index: int) -> Image.Image:
@@ -193,7 +193,7 @@ class Task(ABC):
 
     @classmethod
     def figure_title(cls, name: str) -> str:
-        """Return the title of a figure: of one in a group ("pets.top1") with the group, of an unknown one its name."""
+        """Return the title of a metric; with the group for "pets.top1", and the name itself if it is unknown."""
         group, dot, last = name.rpartition(".")
         title = cls.titles.get(last) or (
             f"{cls.headline[last]}, %" if last in cls.headline else last
@@ -206,7 +206,7 @@ class Task(ABC):
         return classes
 
     def described(self) -> Json:
-        """Return what the header of weights holds about the data beside the classes' names, as JSON holds it."""
+        """Return further facts about the data for the header of weights, as JSON values."""
         return {}
 
     def sample_name(self, index: int) -> str:
@@ -214,30 +214,30 @@ class Task(ABC):
         return str(index)
 
     def class_counts(self) -> Mapping[str, int]:
-        """Return the number of training images of each class, where an image has one class; else nothing."""
+        """Return the number of training images of each class, or nothing if images do not have one class each."""
         return {}
 
     def protocols(self) -> Mapping[str, Settings | None]:
-        """Return the ways of evaluation by name, with their settings."""
+        """Return the evaluation protocols by name, with their settings."""
         return {"": None}
 
     @classmethod
     def evaluation_batch(cls, asked: int) -> int:
-        """Return how many images `pale eval` evaluates at a time if the user asks for `asked`."""
+        """Return the batch size of `pale eval` if the user requests `asked`."""
         return asked
 
     @classmethod
     def listed_classes(cls, recipe: Any) -> Sequence[str] | None:
-        """Return the class names of a recipe's data for weights that name none; None: read the training set."""
+        """Return the class names of a recipe's data for weights without class names; None: read the training set."""
         return None
 
     def summary(self, found: Evaluated) -> str:
-        """Return one line with the figures, for `pale eval`."""
+        """Return one line with the metrics, for `pale eval`."""
         figures = [f"{name} {format_number(value)}" for name, value in found.figures.items()]
         return ", ".join(figures) + paper_note(found, self.best)
 
     def as_json(self, found: Sequence[Evaluated]) -> Json:
-        """Return what `pale eval --json` prints."""
+        """Return the output of `pale eval --json`."""
         return dict(found[0].figures)
 
     def tables(self, found: Sequence[Evaluated]) -> list[Table]:
@@ -245,11 +245,11 @@ class Task(ABC):
         return []
 
     def write_evaluation(self, found: Sequence[Evaluated], folder: Path) -> str:
-        """Write the files of `pale eval --output`; returns their names, "" where there are none."""
+        """Write the files of `pale eval --output`; return their names, "" if there are none."""
         return ""
 
 
 def paper_note(found: Evaluated, figure: str) -> str:
-    """Return " (the paper: 83.4)" where the paper reports this figure."""
+    """Return " (the paper: 83.4)" if the paper reports this metric, else ""."""
     value = found.paper.get(figure)
     return "" if value is None else f" (the paper: {value:g})"

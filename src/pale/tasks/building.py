@@ -86,7 +86,7 @@ def checked_options(
     """Return the options with lists as tuples; raise an error if one is not an argument of the architecture.
 
     Args:
-        name: of the model, in timm's registry.
+        name: name of the model, in timm's registry.
         options: from the settings.
         also: further names that are allowed.
     """
@@ -109,7 +109,7 @@ def _plain(key: str, value: Any, depth: int) -> Any:
     if isinstance(value, list | tuple) and depth and len(value) <= MAX_ENTRIES:
         return tuple(_plain(key, each, depth - 1) for each in value)
     raise SettingsError(
-        f"model.options.{key} must be a number up to {MAX_NUMBER}, a word where the model has names for it, or at most "
+        f"model.options.{key} must be a number up to {MAX_NUMBER}, a name that the model knows, or at most "
         f"{MAX_ENTRIES} of them, got {repr(value)[:80]}"
     )
 
@@ -123,7 +123,7 @@ def create(
     """Create a timm model with random weights; nothing is downloaded, read or written.
 
     Args:
-        name: of the model.
+        name: name of the model.
         arguments: set by the task.
         options: from the settings; they are checked, and replace arguments.
         optional: arguments that are left out if the model does not accept them.
@@ -131,7 +131,7 @@ def create(
     require_model(name)
     also = frozenset({"out_indices"}) if arguments.get("features_only") else frozenset()
     given = checked_options(name, options, also)
-    # Last on purpose: they override everything before.
+    # These come last, so that they override all others.
     fixed = {"pretrained": False, "pretrained_cfg": None, "checkpoint_path": ""}
     try:
         return _create(name, {**arguments, **given, **fixed}, optional or {})
@@ -157,7 +157,7 @@ def _create(name: str, arguments: dict[str, Any], optional: Mapping[str, Any]) -
 
 
 class TooLargeError(WeightsError):
-    """A model is larger than the file that should hold its weights."""
+    """A model is larger than the file that claims to contain its weights."""
 
 
 class _Bounded(dispatch_mode()):  # type: ignore[misc]

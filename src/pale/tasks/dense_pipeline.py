@@ -1,4 +1,4 @@
-"""Inference on whole images, whose sides are bounded; for results at the size of the image."""
+"""Inference on whole images with bounded sides; results have the size of the image."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..errors import WeightsError
 from .pipeline import Pipeline
 from .prediction import Json
 
-MAX_SEEN = 2**24  # pixels that go through a model in one piece
+MAX_SEEN = 2**24  # maximum number of pixels that a model processes in one piece
 
 
 class SideBounds(Protocol):
-    """How the sides of an image are bounded."""
+    """Bounds of the sides of an image."""
 
     @property
     def short(self) -> int | None:
-        """The short side is brought to this; None: images keep their size."""
+        """Length of the short side after resizing; None: images keep their size."""
 
     @property
     def long(self) -> int | None:
-        """Unless the long side would exceed this."""
+        """Maximum length of the long side after resizing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DensePipeline(Pipeline):
-    """The model is given the whole image; `test.short` and `test.long` bound its sides."""
+    """Pipeline that passes the whole image to the model; `test.short` and `test.long` bound its sides."""
 
     options: ClassVar[frozenset[str]] = frozenset({"own_size"})
 
@@ -42,25 +42,25 @@ class DensePipeline(Pipeline):
 
     @property
     def batch_size(self) -> int:
-        """Few, as results are as large as images."""
+        """Default batch size; small, because results are as large as images."""
         return 4
 
     @property
     def scale(self) -> float:
-        """The largest factor by which images are resized after that."""
+        """Largest scale factor of inference at several scales."""
         return 1.0
 
     @property
     def in_pieces(self) -> bool:
-        """Whether the image goes through the model in pieces of bounded size."""
+        """Whether the model processes the image in pieces of bounded size."""
         return False
 
     def resized(self, height: int, width: int, scale: float = 1.0) -> tuple[int, int]:
-        """Return height and width that the model sees of an image of this size."""
+        """Return height and width of the model input for an image of this size."""
         return fit_size(height, width, self.bounds.short, self.bounds.long, scale)
 
     def require_size(self, image: Image.Image) -> None:
-        """Raise an error for an image that the model would see with more than `MAX_SEEN` pixels."""
+        """Raise an error if the model input for an image has more than `MAX_SEEN` pixels."""
         if self.in_pieces:
             return
         h, w = self.resized(image.height, image.width, self.scale)
@@ -84,12 +84,12 @@ class DensePipeline(Pipeline):
         return min(self.bounds.short or default, default)
 
     def seen_pixels(self, width: int, height: int) -> tuple[int, int]:
-        """Return the pixels of the resized image, twice: all of it is seen at once."""
+        """Return the number of pixels of the resized image, twice: the model processes all of it at once."""
         h, w = self.resized(height, width)
         return h * w, h * w
 
     def max_seen(self, batch: int, bound: int) -> int:
-        """Return the pixels of a batch of images with the largest sides, within the bound."""
+        """Return the number of pixels of a batch of images with the largest sides, within the bound."""
         short, long = self.bounds.short, self.bounds.long
         if short is None or long is None or self.in_pieces:
             return bound
@@ -97,17 +97,17 @@ class DensePipeline(Pipeline):
 
 
 def require_classes(classes: tuple[str, ...], source: str) -> tuple[str, ...]:
-    """Return the classes; raise an error where there are none."""
+    """Return the classes; raise an error if there are none."""
     if not classes:
         raise WeightsError(
-            f"{source} does not name its classes, and the data of its recipe is not here to name them; "
+            f"{source} has no class names, and the data of its recipe is not available; "
             "give weights of a run, or a recipe whose data is available"
         )
     return classes
 
 
 def is_number_list(values: Any, count: int, below: int) -> bool:
-    """Return whether values out of a file are a list of so many integers from 0 to below the bound."""
+    """Return whether a value from a file is a list of `count` integers from 0 to below the bound."""
     return (
         isinstance(values, list)
         and len(values) == count

@@ -12,16 +12,16 @@ from . import TASKS
 
 @settings_class
 class InferenceSettings:
-    """A model, and how it predicts."""
+    """A model and its inference options."""
 
     weights: str | None = option(
-        "run folder, .safetensors file of a run, or name listed by pale weights (default: the weights that come with "
-        "the package for the task)",
+        "run folder, .safetensors file of a run, or name listed by pale weights (default: the included "
+        "weights for the task)",
         default=None,
         metavar="MODEL",
     )
     task: str | None = option(
-        "task (default: that of the weights, or classification)", default=None, choices=TASKS
+        "task (default: the task of the weights, or classification)", default=None, choices=TASKS
     )
     device: Literal["cpu", "cuda"] | None = option(
         "device (default: cuda if available)", default=None
@@ -30,7 +30,7 @@ class InferenceSettings:
         "images per batch (default 16, for segmenters and detectors 4)", default=None
     )
     top: int = option("classifiers: number of classes per image", default=5)
-    score: float = option("detectors, models of tags: score threshold", default=0.5)
+    score: float = option("detectors and multi-label classifiers: score threshold", default=0.5)
     own_size: bool = option("segmenters, detectors: do not resize images", default=False)
     slide: bool = option("segmenters: use sliding windows on large images", default=False)
     multi: bool = option("segmenters: average several scales and flipped images", default=False)
@@ -38,7 +38,7 @@ class InferenceSettings:
 
 @settings_class
 class OutputSettings:
-    """Which results are written, and where."""
+    """Options for the output files."""
 
     output: Path | None = option(
         "folder for JSON, CSV, masks and drawn images", "-o", default=None, metavar="DIR"
@@ -48,7 +48,7 @@ class OutputSettings:
         default=None,
     )
     image_url: str | None = option(
-        "label-studio: beginning of the images' addresses (default: local storage)",
+        "label-studio: URL prefix of the images (default: local storage)",
         default=None,
         metavar="URL",
     )

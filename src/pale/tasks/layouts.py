@@ -1,4 +1,4 @@
-"""Recognise which task a folder of images is for, and where its images, labels and splits are."""
+"""Detect the task of a dataset folder, and find its images, labels and splits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SPLITS = ("train", "val")
 
 @dataclass
 class Layout:
-    """What a folder holds.
+    """Detected layout of a folder.
 
     Attributes:
-        kind: of the task.
-        settings: of a recipe of this task, by dotted name.
-        notes: what was recognised, for the log.
+        kind: kind of the task.
+        settings: settings of a recipe of this task, by dotted name.
+        notes: what was detected, for the log.
     """
 
     kind: str
@@ -44,8 +44,8 @@ def recognise(root: Path | None, given: Mapping[str, Any]) -> Layout:
     """Return task and data settings of a dataset.
 
     Args:
-        root: of the dataset.
-        given: settings by dotted name; they decide before the folder does, and are not part of the result.
+        root: root of the dataset.
+        given: settings by dotted name; they override detection and are not part of the result.
     """
     if root is None and not {"data.images", "data.annotations"} & given.keys():
         raise SettingsError(

@@ -1,15 +1,15 @@
-"""Peak memory in bytes for each pixel of an image, measured with each format, mode and output.
+"""Peak memory in bytes per pixel of an image, measured for each format, mode and output.
 
-`tests/serve/test_memory.py` holds their sum against the memory of a real server.
+`tests/serve/test_memory.py` compares their sum with the memory of a real server.
 """
 
 from __future__ import annotations
 
 from math import sqrt
 
-RGB = 4  # a decoded image takes four bytes a pixel whatever its bands, as Pillow pads RGB
+RGB = 4  # a decoded image; Pillow pads RGB to four bytes per pixel
 TWICE = 2 * RGB  # rotated, or converted to RGB: the image before and after
-ARRAY = 6  # pixels as an array, with the bytes that it is made from
+ARRAY = 6  # pixels as an array, and the bytes from which it is made
 LABELS = 1
 PASTED = 7  # a detector's mask at the size of the image: as floats, compared, and in COCO's order
 OUTLINE = 2  # a shape's pixels, twice

@@ -1,7 +1,7 @@
-"""Inference of a task: preprocessing, forward pass, postprocessing, export, and their cost.
+"""Inference of a task: preprocessing, forward pass, postprocessing, export, and their memory.
 
-`SquarePipeline` (square_pipeline.py) gives the model a centre crop of fixed size, `DensePipeline` (dense_pipeline.py)
-whole images whose sides are bounded.
+`SquarePipeline` (square_pipeline.py) passes a centre crop of fixed size to the model, `DensePipeline`
+(dense_pipeline.py) whole images whose sides are bounded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SWITCHES = ("own_size", "slide", "multi")
 
 
 class NamedInput(nn.Module):
-    """A model whose argument has the name that exported files give it."""
+    """A model whose argument has the input name of exported files."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class NamedInput(nn.Module):
 
 @dataclass(frozen=True)
 class ExportGraph:
-    """What is exported of a model.
+    """Exported part of a model.
 
     Attributes:
         model: normalised images in, one tensor or a tuple of tensors out.
@@ -77,16 +77,16 @@ class Pipeline(ABC):
     """Inference of one task; the model is an argument of the methods that need it.
 
     Attributes:
-        kind: of the task.
+        kind: kind of the task.
         options: those of `SWITCHES` that the task has.
-        question: what the task answers, as a title.
-        counted: what the agreement of an exported file with PyTorch counts.
+        question: the question that the task answers, as a title.
+        counted: unit in which the agreement of an exported file with PyTorch is counted.
         score_label: meaning of the numbers that `trace_scores` returns.
         has_mask: whether predictions have a mask.
-        has_embedding: whether its models give one vector for an image (timm's `forward_head`).
+        has_embedding: whether its models return one vector per image (timm's `forward_head`).
         classes: names, in the order of the model's outputs; empty if not known.
-        interpolation: of resizing.
-        mean: of the pixels, 0 to 1, by channel.
+        interpolation: interpolation for resizing.
+        mean: mean of the pixels, 0 to 1, by channel.
         std: likewise.
     """
 
@@ -113,10 +113,10 @@ class Pipeline(ABC):
         """Return the pipeline of weights.
 
         Args:
-            recipe: that they were trained with.
+            recipe: recipe that they were trained with.
             about: the header of the weights.
             source: where they come from, for messages.
-            trusted: the user named the recipe, so files that it names may be read; one out of a header names none.
+            trusted: the user named the recipe, so files that it names may be read; a recipe in a header is not trusted.
         """
 
     @abstractmethod
@@ -130,7 +130,7 @@ class Pipeline(ABC):
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
-        """Return whether this is a model of the task; classification also gets what no task accepts."""
+        """Return whether this is a model of the task; classification is used for models that no task accepts."""
         return False
 
     @classmethod
@@ -138,7 +138,7 @@ class Pipeline(ABC):
         """Return the pipeline of a model without a recipe.
 
         Args:
-            model: that `accepts` accepts.
+            model: model that `accepts` accepts.
             config: timm's `pretrained_cfg`, or empty.
         """
         known = ("mean", "std", "interpolation")
@@ -155,38 +155,38 @@ class Pipeline(ABC):
         return self
 
     def completed(self, model: nn.Module) -> Self:
-        """Return a copy with a distinct name for every class, as results are listed by name."""
+        """Return a copy with a distinct name for every class, because results are listed by name."""
         count = len(self.classes) or self.count_classes(model)
         names = distinct_names(self.classes) or [f"class {i}" for i in range(count)]
         return replace(self, classes=tuple(names))
 
     def count_classes(self, model: Any) -> int:
-        """Return how many classes a model without class names has."""
+        """Return the number of classes of a model without class names."""
         return int(model.num_classes)
 
     def configure(self, model: nn.Module) -> None:  # noqa: B027
-        """Pass settings on to a model that keeps some itself; called once before the first prediction."""
+        """Pass settings to a model that stores some itself; called once before the first prediction."""
 
     # Prediction.
 
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """Images that go through the model together, unless the user chooses another number."""
+        """Default batch size."""
 
     @abstractmethod
     def preprocess(self, image: Image.Image) -> Tensor:
-        """Return an RGB image as the model is evaluated on it: (3, h, w), uint8."""
+        """Return an RGB image preprocessed as in evaluation: (3, h, w), uint8."""
 
     def prepare(self, image: Image.Image) -> Tensor:
-        """Return an RGB image as `predict` takes it, (3, h, w), uint8; safe in any thread."""
+        """Return an RGB image preprocessed for `predict`, (3, h, w), uint8; thread-safe."""
         return self.preprocess(image)
 
     def require_size(self, image: Image.Image) -> None:  # noqa: B027
-        """Raise an UnreadableImageError for an image that would go through the model with too many pixels."""
+        """Raise an UnreadableImageError if the model input for an image would have too many pixels."""
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Uint8 (b, 3, h, w) -> float32, as the model takes it."""
+        """Normalise uint8 (b, 3, h, w) to float32 for the model."""
         mean, std = (
             torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (self.mean, self.std)
         )
@@ -208,10 +208,10 @@ class Pipeline(ABC):
         """Turn outputs of `forward` into results.
 
         Args:
-            outputs: of the model.
-            tensors: that the model was given.
-            images: as they were read.
-            names: of the images.
+            outputs: outputs of the model.
+            tensors: inputs of the model.
+            images: decoded images.
+            names: names of the images.
         """
 
     def predict(
@@ -222,14 +222,14 @@ class Pipeline(ABC):
         names: Sequence[str],
         batch_size: int,
     ) -> list[Prediction]:
-        """Return the results in the order of the images; tensors of one size go through the model together.
+        """Return the results in the order of the images; tensors of one size form batches.
 
         Args:
             model: in evaluation mode.
-            tensors: of `prepare`.
-            images: that they were made of.
-            names: of the images.
-            batch_size: images at a time, at most.
+            tensors: results of `prepare`.
+            images: images from which they were made.
+            names: names of the images.
+            batch_size: maximum batch size.
         """
         found: dict[int, Prediction] = {}
         for size in dict.fromkeys(x.shape for x in tensors):
@@ -249,26 +249,26 @@ class Pipeline(ABC):
 
     @abstractmethod
     def input_size(self) -> Json:
-        """Return how images are resized, as the note in an exported file holds it."""
+        """Return the settings of resizing for the metadata of an exported file."""
 
     # Export.
 
     def export_graph(self, model: nn.Module) -> ExportGraph:
-        """Return what is exported of a model."""
+        """Return the exported part of a model."""
         return ExportGraph(NamedInput(model))
 
     @abstractmethod
     def export_side(self) -> int:
-        """Return the side of the images that an exported file is compared on."""
+        """Return the side of the images with which an exported file is checked."""
 
     def export_bound(self, device: str) -> float:
-        """Return how far outputs of an exported file may differ from PyTorch, as a share of the scale."""
+        """Return the tolerance for outputs of an exported file against PyTorch, relative to the scale."""
         return EXPORT_BOUND[device]
 
     def compare(
         self, wanted: Sequence[Tensor], got: Sequence[Tensor], side: int
     ) -> tuple[float, float]:
-        """Return the largest difference of outputs, and the scale that it is measured by.
+        """Return the largest difference of outputs, and the scale to which it is relative.
 
         Args:
             wanted: PyTorch's outputs.
@@ -282,16 +282,16 @@ class Pipeline(ABC):
         )
 
     def agreement(self, wanted: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[float, int]:
-        """Return how much of the outputs for one image agrees, and of how much; arguments as in `compare`."""
+        """Return the number of outputs that agree for one image, and their total; arguments as in `compare`."""
         return float((wanted[0].argmax(1) == got[0].argmax(1)).float().mean()), 1
 
     def predicted_class(self, outputs: Sequence[Tensor]) -> int | None:
-        """Return the number of the class of one image, where the task gives one."""
+        """Return the class index of one image, or None if the task has none."""
         return None
 
     @classmethod  # noqa: B027
     def write_hub_config(cls, recipe: Any, weights: Weights, source: Path, path: Path) -> None:
-        """Write timm's config.json for weights that timm can load; others have none."""
+        """Write timm's config.json for weights that timm can load; by default nothing."""
 
     # Attention view.
 
@@ -306,13 +306,13 @@ class Pipeline(ABC):
 
     @abstractmethod
     def trace_size(self, default: int, maximum: int) -> int:
-        """Return the short side at which images are traced, unless the user chooses another."""
+        """Return the default short side of traced images."""
 
     # Memory of a server.
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes of outputs at the size of the image, beside what the model itself needs."""
+        """Bytes of outputs at the size of the image, in addition to the memory of the model."""
         return 0
 
     def limited(self, logits_mb: int) -> Self:
@@ -321,19 +321,19 @@ class Pipeline(ABC):
 
     @abstractmethod
     def seen_pixels(self, width: int, height: int) -> tuple[int, int]:
-        """Return how many pixels of such an image the model sees at once, and how many it has when resized."""
+        """Return the number of pixels that the model processes at once, and that of the resized image."""
 
     @abstractmethod
     def max_seen(self, batch: int, bound: int) -> int:
-        """Return how many pixels may go through the model at once.
+        """Return the maximum number of pixels that the model processes at once.
 
         Args:
-            batch: images that go through it together, at most.
-            bound: that the server sets.
+            batch: maximum batch size.
+            bound: limit of the server.
         """
 
     def probe_side(self, default: int) -> int:
-        """Return the side of an image that the model's memory is measured with."""
+        """Return the side of the image with which the memory of the model is measured."""
         return default
 
     def drawn_size(self, size: tuple[int, int], top: int) -> tuple[int, int]:
@@ -343,12 +343,12 @@ class Pipeline(ABC):
     def prediction_bytes(
         self, size: tuple[int, int], scaled: int, output: str, inline_mask: bool, top: int
     ) -> int:
-        """Return the bytes that are held at once, at most, between a decoded image and the response.
+        """Return the maximum number of bytes held at once between a decoded image and the response.
 
         Args:
             size: width and height of the image.
-            scaled: pixels of the image when it was resized for the model.
-            output: of the response: json, drawn, mask.
+            scaled: number of pixels of the image after resizing for the model.
+            output: kind of the response: json, drawn, mask.
             inline_mask: whether the mask is part of the JSON.
             top: classes that a drawn classification lists.
         """

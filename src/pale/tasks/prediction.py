@@ -1,4 +1,4 @@
-"""The result of inference for one image, of any task."""
+"""Result of inference for one image, for all tasks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from PIL import Image
 from ..data import rle
 from ..data.rle import Shape
 
-Json: TypeAlias = dict[str, Any]  # an object as JSON holds it
-MAX_DRAWN = 2**25  # pixels of an image that is drawn on; larger ones are shrunk
-MAX_DRAWN_SIDE = 16_384  # JPEG files end at 65,500
+Json: TypeAlias = dict[str, Any]  # a JSON object
+MAX_DRAWN = 2**25  # maximum pixels of a drawn image; larger images are shrunk
+MAX_DRAWN_SIDE = 16_384  # the maximum of JPEG files is 65,500
 
 
 def drawable(image: Image.Image) -> Image.Image:
-    """Return the image, shrunk where a drawing of it would be too large for memory or for a JPEG file."""
+    """Return the image, shrunk if a drawing of it would be too large for memory or for a JPEG file."""
     w, h = image.size
     ratio = min(1.0, MAX_DRAWN_SIDE / max(w, h), (MAX_DRAWN / (w * h)) ** 0.5)
     if ratio == 1.0:
@@ -32,11 +32,11 @@ def drawable(image: Image.Image) -> Image.Image:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of an image, or without box and shape all of it, and its class.
+    """A part of an image and its class; the whole image if there is neither box nor shape.
 
     Attributes:
         label: name of the class.
-        score: probability; None where the task has none.
+        score: probability; None if the task has none.
         box: left, top, width, height in pixels.
         shape: run-length code of COCO.
     """
@@ -59,8 +59,8 @@ class ArraySpec:
     """Type and shape of an array of a result.
 
     Attributes:
-        dtype: of numpy; object for bytes.
-        dims: sizes; "count" is a number of objects that depends on the image, "height" and "width" are its own.
+        dtype: NumPy dtype; object for bytes.
+        dims: sizes; "count" is the number of objects, "height" and "width" are those of the image.
     """
 
     dtype: type[np.generic] | type[object]
@@ -82,9 +82,9 @@ class Prediction(ABC):
     """The result for one image.
 
     Attributes:
-        name: of the image.
-        image: RGB, as it was read.
-        collector: what writes all predictions of a folder into one file, if there is such a file.
+        name: name of the image.
+        image: decoded RGB image.
+        collector: class that writes all predictions of a folder into one file, if the task has such a file.
     """
 
     collector: ClassVar[type[Collector] | None] = None
@@ -94,7 +94,7 @@ class Prediction(ABC):
 
     @abstractmethod
     def plain(self) -> Json:
-        """Return the result as JSON holds it."""
+        """Return the result as a JSON object."""
 
     def regions(self) -> list[Region]:
         """Return the result as parts of the image with a class each, for annotation tools; none by default."""
@@ -121,15 +121,15 @@ class Prediction(ABC):
         return {"result": np.array(json.dumps(self.plain()).encode(), object)}
 
     def mask(self) -> Image.Image | None:
-        """Return the result as an image of class numbers, where the task has such a result."""
+        """Return the result as an image of class numbers, or None if the task has none."""
         return None
 
     def extra_images(self) -> Mapping[str, Image.Image]:
-        """Return further images to be written, by the end of their file names."""
+        """Return further images to be written, by the suffix of their file names."""
         mask = self.mask()
         return {} if mask is None else {"_mask.png": mask}
 
     def header(self) -> Json:
-        """Return what every result holds: the name and size of the image."""
+        """Return the fields of every result: name and size of the image."""
         size = {"width": self.image.width, "height": self.image.height}
         return {"picture": self.name} | size  # kept name

@@ -18,11 +18,11 @@ MAX_BATCH_PIXELS = 16 * 384**2
 
 @dataclass(frozen=True, kw_only=True)
 class SquarePipeline(Pipeline):
-    """The model is given a square centre crop.
+    """Pipeline that passes a square centre crop to the model.
 
     Attributes:
-        size: its side.
-        crop: the short side is brought to size / crop before.
+        size: side of the crop.
+        crop: the short side is first resized to size / crop.
     """
 
     interpolation: str = "bicubic"
@@ -38,7 +38,7 @@ class SquarePipeline(Pipeline):
 
     @property
     def batch_size(self) -> int:
-        """16, fewer for large images: the memory of one image at a time is what a file may ask for."""
+        """16, fewer for large images: a header may set the size, which must not require the memory of many images."""
         return min(16, max(1, MAX_BATCH_PIXELS // self.size**2))
 
     def preprocess(self, image: Image.Image) -> Tensor:
@@ -58,12 +58,12 @@ class SquarePipeline(Pipeline):
         return min(self.size, maximum)
 
     def seen_pixels(self, width: int, height: int) -> tuple[int, int]:
-        """Return the pixels of the crop, and of the image that it is cut from."""
+        """Return the number of pixels of the crop, and of the resized image."""
         side = self.size / self.crop
         return self.size**2, round(width * height * (side / min(width, height)) ** 2)
 
     def max_seen(self, batch: int, bound: int) -> int:
-        """Return the pixels of a batch, within the bound; at least one image."""
+        """Return the number of pixels of a batch, within the bound; at least one image."""
         return max(self.size**2, min(bound, batch * self.size**2))
 
     def probe_side(self, default: int) -> int:

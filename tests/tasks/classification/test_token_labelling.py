@@ -238,7 +238,10 @@ def test_compiled_training_sees_each_new_box():
     ("changes", "message"),
     [
         ({"model.name": "resnet18"}, "MixToken and token labels need one of pale_nano"),
-        ({"mix.tokens": 0, "mix.mixup": 0.8}, r"token labels go with MixToken alone.*mixup=0\.8"),
+        (
+            {"mix.tokens": 0, "mix.mixup": 0.8},
+            r"token labels can be combined only with MixToken.*mixup=0\.8",
+        ),
         ({"mix.mixup": 0.8}, "MixToken replaces Mixup and CutMix"),
         ({"augment.auto": "augmix-m5"}, "token labels cannot follow AugMix"),
         ({}, "there are no token labels in nowhere; make them: pale token-labels make"),

@@ -213,10 +213,10 @@ def test_no_detections_give_zero_and_no_objects_are_an_error():
     images = [{"id": i + 1, "height": 48, "width": 48, "index": i} for i in range(3)]
     figures = metric.merge([(images, labels, [], [])])
     assert figures["box_ap"] == figures["mask_ap50"] == 0
-    with pytest.raises(ValueError, match="there is no object in the validation set"):
+    with pytest.raises(ValueError, match="the validation set has no object"):
         metric.merge([(images, [], [], [])])
     crowds = [entry | {"iscrowd": 1} for entry in labels]
-    with pytest.raises(ValueError, match="there is no object in the validation set"):
+    with pytest.raises(ValueError, match="the validation set has no object"):
         metric.merge([(images, crowds, [], [])])
 
 

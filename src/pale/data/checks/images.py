@@ -261,13 +261,13 @@ def _class_problems(counts: dict[str, dict[str, int]]) -> Iterator[Problem]:
     if present and max(present.values()) > UNEVEN * min(present.values()):
         few, many = min(present, key=present.__getitem__), max(present, key=present.__getitem__)
         uneven = [f"{many}: {present[many]} images, {few}: {present[few]}"]
-    yield Problem("uneven classes", False, "rare classes will be learned badly", uneven)
+    yield Problem("uneven classes", False, "rare classes are learned poorly", uneven)
     yield _small_classes(present)
 
 
 def _small_classes(counts: dict[str, int]) -> Problem:
     items = [f"{label}: {n} images" for label, n in counts.items() if n < FEW]
-    return Problem(f"fewer than {FEW} images", False, "such classes will be learned badly", items)
+    return Problem(f"fewer than {FEW} images", False, "such classes are learned poorly", items)
 
 
 def _duplicates(readable: Sequence[CheckedFile]) -> Iterator[Problem]:

@@ -66,7 +66,7 @@ class ImagePlan:
         boxes: y, x, height, width of erased boxes.
         key: seed of the noise in the boxes.
         places: matrix of `TrainTransform.with_places`.
-        side: of the augmented image.
+        side: side of the augmented image.
         content: the encoded file or its pixels, if it is sent with the plan.
     """
 
@@ -201,7 +201,7 @@ class BatchPlan:
         turns: largest number of operations on one image.
         steps: the operations grouped by turn and name: name, turn, start of the image indices in `ints`, their number.
         erased: number of boxes.
-        side: of the augmented images.
+        side: side of the augmented images.
     """
 
     ints: Tensor

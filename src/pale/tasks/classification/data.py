@@ -1,4 +1,4 @@
-"""Settings of labelled images: where they are, and how large the model sees them."""
+"""Settings of labelled images: location, format and size of the input."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ class Data(Settings):
     labels: Literal["single", "multi"] = "single"
     # Several datasets with one joint list of classes; replaces kind, train, val, hold_out and labels.
     mix: tuple[MixSource, ...] | None = Field(default=None, min_length=1, max_length=MAX_SOURCES)
-    # mix: samples of an epoch; null: every image as often as the weight of its source says
+    # mix: samples of an epoch; null: each image as many times as the weight of its source
     epoch: int | None = Field(default=None, ge=1)
     size: int = Field(default=224, ge=MIN_SIZE, le=MAX_SIZE)
-    # Image size of training by the share of the run at which it begins, [[0, 96], [0.5, 128]]; evaluation has `size`.
+    # Training image size from a share of the run on, [[0, 96], [0.5, 128]]; evaluation uses `size`.
     sizes: tuple[tuple[float, int], ...] = ()
     crop: float = Field(
         default=0.875, ge=0.1, le=1
     )  # evaluation: short side size / crop, centre size
-    samples: int = Field(default=4096, ge=1)  # scenes: how many are generated for training
+    samples: int = Field(default=4096, ge=1)  # scenes: number generated for training
     val_samples: int = Field(default=1024, ge=1)
     workers: int = Field(default=4, ge=0)  # processes that read images, for each training process
-    # Work of the training device: decode JPEG files and augment them ("decoding"), or keep all images decoded in its
-    # memory and augment them ("pictures", a kept name). auto: decoding on a GPU that supports it, else nothing.
+    # Work done by the training device: decode JPEG files and augment them ("decoding"), or keep all images decoded in
+    # its memory and augment them ("pictures", a kept name). auto: decoding on a GPU that supports it, else nothing.
     on_device: Literal["auto", "nothing", "decoding", "pictures"] = "auto"  # kept name
     # Names of classes that are WordNet ids, for the report: lines "n01443537 goldfish, Carassius auratus". By default
-    # words.txt, classes.txt or LOC_synset_mapping.txt in root, where there is one.
+    # words.txt, classes.txt or LOC_synset_mapping.txt in root, if it exists.
     words: Path | None = None
 
     @field_validator("sizes")

@@ -40,7 +40,7 @@ def draw_bars(image: Image.Image, scores: Mapping[str, float]) -> Image.Image:
 
 
 def size_with_bars(size: tuple[int, int], bars: int) -> tuple[int, int]:
-    """Return width and height of such a drawing, at most, for an image of this width and height."""
+    """Return the maximum width and height of the drawing for an image of this width and height."""
     w, h = size
     w = max(w, MIN_WIDTH)
     return w, h + round(max(MIN_LINE, w // LINES_IN_WIDTH) * (bars + 0.6))

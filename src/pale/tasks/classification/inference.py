@@ -82,10 +82,10 @@ class ClassificationPipeline(SquarePipeline):
     """Inference of a classifier.
 
     Attributes:
-        top: how many classes a result lists.
-        tags: how many outputs, at the end, are independent tags; the others are classes, of which an image has one. A
-            model with both lists only the classes.
-        score: probability above which tags are listed; the most probable one always is.
+        top: number of classes in a result.
+        tags: number of outputs, at the end, that are independent tags; the others are classes, of which an image has
+        one. The results of a model with both list only the classes.
+        score: probability above which tags are listed; the most probable tag is always listed.
     """
 
     kind: ClassVar[str] = "classification"
@@ -123,12 +123,12 @@ class ClassificationPipeline(SquarePipeline):
         return model
 
     def with_options(self, options: Options, source: str) -> Self:
-        """Return a copy that lists `top` classes, tags from a score on."""
+        """Return a copy that lists `top` classes, or the tags above a score."""
         return replace(super().with_options(options, source), top=options.top, score=options.score)
 
     @property
     def listed(self) -> int:
-        """How many outputs, from the first on, results list."""
+        """Number of outputs, from the first on, that results can list."""
         return len(self.classes) - self.tags or len(self.classes)
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class ClassificationPipeline(SquarePipeline):
         ]
 
     def array_specs(self) -> dict[str, ArraySpec]:
-        """Return `top` probabilities, class indices and names; of tags as many as are listed."""
+        """Return `top` probabilities, class indices and names; for tags, those that are listed."""
         of_tags = self.tags > 0 and self.listed == self.tags
         dims: tuple[int | str, ...] = ("count",) if of_tags else (min(self.top, self.listed),)
         types = {"probabilities": np.float32, "classes": np.int64, "names": object}

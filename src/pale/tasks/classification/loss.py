@@ -1,11 +1,11 @@
 """Cross-entropy of classes, and of tokens with token labelling.
 
 Token labelling follows "All Tokens Matter" (LV-ViT), whose two tricks the starred rows of the paper use: each token
-of the last map learns the label that a teacher gives its place. The total loss is that of the class plus `weight`
-times the mean over the tokens. There is no class token and no second head: the classifier is applied at every token,
-so the class logits are the mean of the dense logits.
+of the last map learns the label that a teacher predicts at its position. The total loss is that of the class plus
+`weight` times the mean over the tokens. There is no class token and no second head: the classifier is applied at
+every token, so the class logits are the mean of the dense logits.
 
-Of a mixture of datasets, each image is compared with the classes of its own source alone (`mixture_loss`).
+In a mixture of datasets, the loss of an image uses only the classes of its own source (`mixture_loss`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TokenLabels(Settings):
     """Dense labels for training."""
 
     store: Path | None = None  # a folder that `pale token-labels make` wrote; None: no dense loss
-    # Of the dense loss. The Pale paper states none; LV-ViT's paper has 0.5, the default of its code is 1.0.
+    # Weight of the dense loss. The Pale paper states none; LV-ViT's paper has 0.5, the default of its code is 1.0.
     weight: float = Field(default=0.5, ge=0)
 
 
@@ -41,13 +41,13 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SourceClasses:
-    """What the loss of a mixture needs to know of its sources.
+    """Facts about the sources of a mixture that its loss needs.
 
     Attributes:
         masks: which classes a source has, (sources, classes), bool.
         multi: which sources have tags, (sources,), bool.
         scale: factor of the loss of a source with tags, (sources,): 1 / mean number of tags of an image. The binary
-            cross-entropy of a good guess is then as large as a cross-entropy over as many classes.
+        cross-entropy is then comparable to a cross-entropy over as many classes.
     """
 
     masks: Tensor
@@ -78,7 +78,7 @@ def mixture_loss(logits: Tensor, targets: Tensor, sources: Tensor, known: Source
     `scale`.
 
     Args:
-        logits: of all classes, (b, classes).
+        logits: logits of all classes, (b, classes).
         targets: (soft) labels, (b, classes), 0 for classes that the source does not have.
         sources: source of each image, (b,).
         known: the sources.
@@ -91,7 +91,7 @@ def mixture_loss(logits: Tensor, targets: Tensor, sources: Tensor, known: Source
 
 
 def blocks(cells: Tensor, grid: tuple[int, int], each: int) -> Tensor:
-    """Repeat the cells of the last map, (h, w), on an earlier map of size `grid`, which is `each` times as fine."""
+    """Repeat the cells of the last map, (h, w), on a map of size `grid` with `each` times as many cells per side."""
     return cells.repeat_interleave(each, 0).repeat_interleave(each, 1)[: grid[0], : grid[1]]
 
 
@@ -102,12 +102,12 @@ def dense_targets(
 
     The label of a token is the mean over points spread over its cell, each interpolated linearly on the stored
     map. This is RoIAlign, as in the reference implementation, but for any affine map, since RandAugment also rotates
-    and shears. Points outside the image, and the probability that the k classes leave, are spread over all classes.
+    and shears. Points outside the image, and the probability not covered by the k classes, are spread over all classes.
 
     Args:
         scores: probabilities, (b, k, H, W).
-        classes: of the scores, (b, k, H, W).
-        places: affine maps from the augmented to the whole image, (b, 2, 3), of `TrainTransform.see`.
+        classes: classes of the scores, (b, k, H, W).
+        places: affine maps from the augmented to the whole image, (b, 2, 3), of `TrainTransform.with_places`.
         grid: h and w of the tokens.
         n: number of classes.
     """

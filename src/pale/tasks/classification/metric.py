@@ -136,7 +136,7 @@ def _rows(
 
 
 def by_confidence(found: Sequence[Guess], count: int) -> list[Guess]:
-    """Return the guesses with the highest probability; the first sample of equal ones."""
+    """Return the predictions with the highest probability; of equal ones the first sample."""
     return sorted(found, key=lambda guess: (-guess[0], guess[1]))[:count]
 
 
@@ -144,7 +144,7 @@ def average_precision(scores: NDArray[np.float32], truth: NDArray[np.bool_]) -> 
     """Return the average precision of one class: sum of (R_n - R_(n-1)) P_n over all thresholds, as in scikit-learn.
 
     Args:
-        scores: of the images, (n,).
+        scores: scores of the images, (n,).
         truth: whether they have the class, (n,), at least one of them.
     """
     order = np.argsort(-scores, kind="stable")
@@ -176,7 +176,9 @@ class SourceMetric:
         logits, targets = model(batch["images"]).float(), batch["targets"]
         self.known = self.known.to(logits.device)
         loss = mixture_loss(logits, targets, batch["sources"], self.known)
-        members = self.members[batch["keys"][:, 1].numpy()]  # known without waiting for the device
+        members = self.members[
+            batch["keys"][:, 1].numpy()
+        ]  # known without synchronising with the device
         sums = torch.zeros(len(self.source.members), 4, device=logits.device, dtype=torch.float64)
         for number in np.unique(members).tolist():
             at = torch.from_numpy(np.flatnonzero(members == number)).to(logits.device)

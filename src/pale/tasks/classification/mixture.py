@@ -2,8 +2,8 @@
 
 There is one classifier over the joint classes of all sources, so a trained model is a plain classifier for `Predictor`,
 export and timm. The loss of an image is over the classes of its own source: softmax and cross-entropy for images with
-one class, sigmoid and binary cross-entropy for images with tags. Nothing is learned from an image about the classes of
-other sources, which it may show without being labelled.
+one class, sigmoid and binary cross-entropy for images with tags. An image contributes no loss for classes of other
+sources, because it may show them without being labelled.
 
 A mixed image has the loss share * L(own labels, own source) + (1 - share) * L(labels and source of its partner). Both
 losses are linear in the labels, so within one source this is Mixup and CutMix with mixed labels as usual.
@@ -35,7 +35,7 @@ from .task import ClassificationTask
 
 
 class LabelTables:
-    """Classes and sources of the images of a mixture, on the device that needs them.
+    """Classes and sources of the images of a mixture, as tables on a device.
 
     Args:
         source: the images.
@@ -63,7 +63,7 @@ class LabelTables:
         return self
 
     def targets(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return labels (b, classes), 0 or 1, and sources (b,) of the images of these numbers."""
+        """Return labels (b, classes), 0 or 1, and sources (b,) of the images with these indices."""
         targets = torch.zeros(len(rows), self.count + 1, device=rows.device)
         targets.scatter_(1, self.classes[rows].long(), 1.0)  # the last column is for padding
         return targets[:, :-1].contiguous(), self.sources[rows]
@@ -118,7 +118,7 @@ class MixtureTask(ClassificationTask):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The sources, with how many images of each an epoch takes."""
+        """The sources, with the number of images per epoch of each."""
         assert self.train_source is not None
         return self.train_source.parts
 
@@ -168,7 +168,7 @@ class MixtureTask(ClassificationTask):
         return SourceMetric(self.val_source, self.val_tables.known)
 
     def described(self) -> Json:
-        """Return how many of the classes are tags, and the sources."""
+        """Return the number of tags among the classes, and the sources."""
         assert self.train_source is not None
         names = [[m.name, len(m.source)] for m in self.train_source.members]
         return {"tags": self.train_source.tags, "sources": names}

@@ -1,4 +1,4 @@
-"""Settings of several datasets in one run, and how their sources are opened."""
+"""Settings of several datasets in one run, and functions that open their sources."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class MixSource(Settings):
     root: Path | None = None  # relative to data.root; null: data.root/<name>
     kind: Literal["folder", "list", "shards", "pets"] = "shards"
     labels: Literal["single", "multi"] = "single"  # one class for each image, or any number of tags
-    # How often an image is drawn, relative to images of the other sources; without data.epoch it is also the number of
-    # times that an epoch takes each image.
+    # Sampling frequency of an image relative to images of the other sources; without data.epoch it is also the number
+    # of times that an epoch contains each image.
     weight: float = Field(default=1.0, gt=0)
     train: str = "train"
     val: str | None = "val"  # null: the source is not evaluated
@@ -66,8 +66,8 @@ def val_mixture(
 
     Args:
         data: settings of the run.
-        seed: of held-out images.
-        train: the training images; None: each source names its own classes.
+        seed: seed of held-out images.
+        train: the training images; None: each source has its own classes.
         classes: the joint classes.
     """
     known = {m.name: m.source.classes for m in train.members} if train is not None else {}

@@ -1,4 +1,4 @@
-"""Settings of a classifier: the network and the weights that it starts from."""
+"""Settings of a classifier: the network and its initial weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Model(Settings):
         ]
         if given and not self.name.startswith("pale_"):
             raise ValueError(
-                f"{', '.join(given)} belongs to {', '.join(VARIANTS)} alone, not to {self.name}; "
+                f"{', '.join(given)} applies only to {', '.join(VARIANTS)}, not to {self.name}; "
                 "put arguments of other models into model.options"
             )
         return self

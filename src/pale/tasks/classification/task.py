@@ -67,8 +67,8 @@ class ClassificationTask(Task):
             data: the dataset.
             augment: augmentation of training images.
             mix: mixing of training images.
-            seed: of every random draw.
-            classes: for evaluation alone: the classes of the weights; no training set is read.
+            seed: seed of every random draw.
+            classes: classes of the weights, for evaluation without a training set.
             token_labels: dense labels, and the weight of their loss.
         """
         self.settings, self.data, self.augment, self.mix = model, data, augment, mix
@@ -117,7 +117,7 @@ class ClassificationTask(Task):
             return
         if self.mix.on:
             raise SettingsError(
-                f"token labels go with MixToken alone, got mix.mixup={self.mix.mixup:g} and "
+                f"token labels can be combined only with MixToken, got mix.mixup={self.mix.mixup:g} and "
                 f"mix.cutmix={self.mix.cutmix:g}; set both to 0, and mix.tokens to 1 for MixToken"
             )
         if (self.augment.auto or "").startswith("augmix"):
@@ -166,7 +166,7 @@ class ClassificationTask(Task):
         return changed
 
     def _planner(self, device: torch.device) -> Planner | None:
-        """Return the planner of augmentation on the device; None: workers augment."""
+        """Return the planner for augmentation on the device; None if workers augment."""
         assert self.train_source is not None
         work = self.data.on_device
         if work == "nothing" or (
@@ -175,7 +175,7 @@ class ClassificationTask(Task):
             return None
         try:
             return Planner(self.data.size, self.augment)
-        except ValueError:  # an augmentation that only workers can do
+        except ValueError:  # an augmentation that only workers can compute
             if work != "auto":
                 raise
             return None
@@ -267,7 +267,7 @@ class ClassificationTask(Task):
 
     @classmethod
     def readable_names(cls, recipe: Any, classes: Sequence[str]) -> Sequence[str]:
-        """Return the names of WordNet ids from the list of words of the data; other names stay as they are."""
+        """Return the names of WordNet ids from the word list of the data; other names do not change."""
         return name_classes(classes, recipe.data.read_words())
 
     def sample_name(self, index: int) -> str:

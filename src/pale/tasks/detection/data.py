@@ -1,4 +1,4 @@
-"""Settings of images with objects: where they are."""
+"""Settings of images with objects: location and format."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class InstanceData(Settings):
 
     Attributes:
         kind: COCO's JSON, YOLO's or Pascal VOC's labels, silhouettes of Oxford-IIIT Pet, or generated scenes.
-        root: folder that the other paths are relative to; of YOLO also its data.yaml.
+        root: folder that the other paths are relative to; for YOLO, its data.yaml is also accepted.
         images: folder of images; {split} stands for `train` or `val`.
-        annotations: the JSON file, likewise.
+        annotations: the JSON file; {split} as in `images`.
         train: name of the training split.
         val: name of the validation split.
-        hold_out: validate on this share of the training set; there is one JSON file then.
+        hold_out: validate on this share of the training set, with a single JSON file.
         hold_out_by: by the order in the file ("order") or by file name and seed ("name").
         keep_empty: train on images without objects too; mmdetection leaves them out.
         limit: use only this many images of each split, the first ones.
         check: check before training that every image exists.
         unreadable: whether missing or unreadable images are an error, or are left out.
         size: scenes: height and width.
-        objects: scenes: minimum and maximum of objects.
+        objects: scenes: minimum and maximum number of objects.
         shapes: scenes: the shapes, which are the classes.
-        samples: scenes: how many are generated for training.
-        val_samples: scenes: how many are generated for validation.
+        samples: scenes: number generated for training.
+        val_samples: scenes: number generated for validation.
         workers: processes that read images, for each training process.
     """
 

@@ -26,9 +26,9 @@ def overlay(
     """Return the image with masks and boxes, names and, if there are any, scores.
 
     Args:
-        image: of the size that the objects refer to.
+        image: image of the size that the objects refer to.
         found: COCO's annotations or results.
-        names: of the classes.
+        names: names of the classes.
         categories: ids of the classes.
     """
     canvas = image.copy() if image.mode == "RGB" else image.convert("RGB")

@@ -99,7 +99,7 @@ class FixedMaskRCNN(nn.Module):
 def _suppressed(
     boxes: Tensor, scores: Tensor, alive: Tensor, kinds: Tensor, overlap: float
 ) -> Tensor:
-    """Return the scores, -1 where a better box of the same kind overlaps, or the box is not alive."""
+    """Return the scores, -1 if a better box of the same kind overlaps or the box is not alive."""
     scores = torch.where(alive, scores, -1.0)
     apart = boxes + (kinds * (boxes.max() + 1))[:, None]
     kept = torch.zeros_like(scores).index_fill(0, nms(apart, scores, overlap), 1.0)

@@ -39,7 +39,7 @@ class Testing(Settings):
 
     Attributes:
         short: length of the short side after resizing; None: images keep their size.
-        long: maximum of the long side after resizing.
+        long: maximum length of the long side after resizing.
         score: minimum score of a detection.
         nms: maximum overlap (IoU) of two detections of a class.
         most: maximum number of detections in an image.
@@ -169,7 +169,7 @@ class DetectionPipeline(DensePipeline):
     """Inference of a detector.
 
     Attributes:
-        test: how objects are detected.
+        test: settings of inference.
         categories: ids of the classes in COCO's JSON.
     """
 
@@ -292,11 +292,11 @@ class DetectionPipeline(DensePipeline):
     def compare(
         self, wanted: Sequence[Tensor], got: Sequence[Tensor], side: int
     ) -> tuple[float, float]:
-        """Return the largest difference of objects that both found; 1 if too many are in one alone."""
+        """Return the largest difference of objects that both found; 1 if too many are found by only one."""
         return difference_of_objects(wanted, got, side), 1.0
 
     def agreement(self, wanted: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[float, int]:
-        """Return how many objects of PyTorch are found again, and of how many."""
+        """Return the number of PyTorch's objects that are found again, and their total number."""
         _, again = found_again(wanted, got)
         return float(again.sum()), len(again)
 
@@ -324,7 +324,7 @@ class DetectionPipeline(DensePipeline):
 
 
 def _listed(recipe: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return names and ids of the classes in a recipe's data; none where it cannot be read."""
+    """Return names and ids of the classes in a recipe's data; none if it cannot be read."""
     try:
         source = recipe.data.val_source(recipe.seed)
     except ValueError:
@@ -333,13 +333,13 @@ def _listed(recipe: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _categories(about: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """Return the ids in a header; none where they are absent or wrong."""
+    """Return the ids in a header; none if they are absent or wrong."""
     categories = about.get("categories")
     return tuple(categories) if is_number_list(categories, count, 2**31) else ()  # type: ignore[arg-type]
 
 
 def found_again(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return for each object (boxes, scores, labels, ...) the index of its match in `got`, and if there is one."""
+    """Return for each object (boxes, scores, labels, ...) the index of its match in `got`, and whether there is one."""
     able, there = wanted[1] > 0, got[1] > 0
     overlap = box_iou(wanted[0].float(), got[0].float())
     overlap = overlap * (wanted[2][:, None] == got[2][None]) * there
@@ -348,10 +348,10 @@ def found_again(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[Tensor
 
 
 def difference_of_objects(wanted: Sequence[Tensor], got: Sequence[Tensor], side: int) -> float:
-    """Return the largest difference of boxes, scores and masks of objects in both; 1 if too many are in one alone.
+    """Return the largest difference of boxes, scores and masks of objects in both; 1 if too many are only in one.
 
-    The order is not compared: where two scores differ by rounding alone, either may come first, and of two boxes that
-    suppress each other either may stay.
+    The order is not compared: if two scores differ only by rounding, either may come first, and of two boxes that
+    suppress each other either may remain.
     """
     count = int((wanted[1] > 0).sum())
     if not count:

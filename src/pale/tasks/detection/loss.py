@@ -30,7 +30,7 @@ def mask_targets(masks: Sequence[Tensor], regions: Tensor, which: Tensor) -> Ten
     """Return the part of a mask in each region (m, 5), image and box: 0 or 1, (m, side, side).
 
     Args:
-        masks: of each image, (n, h, w).
+        masks: masks of each image, (n, h, w).
         regions: in order of their images.
         which: the mask of each region, by its number in its image.
     """

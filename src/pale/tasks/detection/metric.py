@@ -75,7 +75,7 @@ class AveragePrecision:
     """Average precision of the detections in the validation set.
 
     Args:
-        names: of the classes.
+        names: names of the classes.
         categories: their ids in COCO's JSON.
         masks: evaluate masks too.
         image_id: returns the id of an image from its index.
@@ -130,7 +130,7 @@ class AveragePrecision:
             # NaN: there are no objects of this size.
             figures |= {f"{PREFIX[kind]}_{n}": v for n, v in found.items() if v == v}
         if "box_ap" not in figures:
-            raise DataError("there is no object in the validation set; nothing can be measured")
+            raise DataError("the validation set has no object, so nothing can be measured")
         return figures | {"images": float(len(self.images))}
 
     def per_class(self) -> list[Json]:

@@ -24,7 +24,7 @@ Extra = Literal["pool", "p6p7"]
 
 
 class LastLevelSlice(LastLevelMaxPool):  # type: ignore[misc]
-    """Additional level by max pooling with kernel 1 and stride 2; by slicing where that is better.
+    """Additional level by max pooling with kernel 1 and stride 2, or by slicing if that is better.
 
     torch 2.11 would compile the pooling separately for odd and even sizes. Its gradient has no deterministic algorithm
     on a GPU, while that of a slice has.
@@ -48,7 +48,7 @@ class FeaturePyramid(nn.Module):
 
     Args:
         backbone: returns maps at strides 4, 8, 16, 32.
-        channels: of each map.
+        channels: channels of each map.
         width: channels of the pyramid.
         multiple: the image is padded to a multiple of this.
         first: index of the map that is the finest level: 0 for Faster and Mask R-CNN (P2), 1 for RetinaNet and FCOS
@@ -56,7 +56,7 @@ class FeaturePyramid(nn.Module):
         extra: "pool": one more level, every second pixel of the last (P6); "p6p7": two more, by convolutions.
     """
 
-    apart = True  # `pale.optimize` may change its dtype alone: the heads work in float32
+    apart = True  # `pale.optimize` may change its dtype separately: the heads compute in float32
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ def feature_pyramid(
         RetinaNet(feature_pyramid("pale_tiny", first=1, extra="p6p7"), 91)
 
     Args:
-        name: of the model.
-        size: of training images, for models that need it.
+        name: name of the model.
+        size: size of training images, for models that need it.
         width: channels of the pyramid.
         first: see `FeaturePyramid`.
         extra: see `FeaturePyramid`.

@@ -14,7 +14,7 @@ from torchvision.ops import nms
 from ...ops.launching import AVAILABLE, INTERPRETED, launch
 
 MODULE = "pale.tasks.detection.suppression_kernels"
-BITS = 32  # in a word
+BITS = 32  # bits in a word
 
 
 def batched_nms(boxes: Tensor, alive: Tensor, overlap: float) -> Tensor:

@@ -1,8 +1,8 @@
 """Training targets of a detector: anchors and regions are matched with objects and sampled, for a whole batch at once.
 
-torchvision processes one image after the other, each with about two hundred small operations, whose launches take the
-time. Here objects are padded to the same number; matches are those of torchvision. Random sampling depends on the seed
-of the image and the index of a candidate, not on the process, the device or other images.
+torchvision processes one image after the other, each with about two hundred small operations, limited by the launch
+overhead. Here objects are padded to the same number; matches are those of torchvision. Random sampling depends on the
+seed of the image and the index of a candidate, not on the process, the device or other images.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Objects:
         labels: (b, n), from 1 on.
         known: (b, n), whether there is an object.
         seeds: (b,), of random sampling; None: use PyTorch's generator.
-        masks: of each image, (n, h, w); empty without masks.
+        masks: masks of each image, (n, h, w); empty without masks.
     """
 
     boxes: Tensor

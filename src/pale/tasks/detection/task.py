@@ -80,8 +80,8 @@ class DetectionTask(Task):
             data: images and objects.
             augment: augmentation of training images.
             test: settings of inference.
-            seed: of every random draw.
-            classes: for evaluation alone: the classes of the weights; no training set is read.
+            seed: seed of every random draw.
+            classes: classes of the weights, for evaluation without a training set.
         """
         rle.codec()  # raises an error if a package is missing
         self.settings, self.data, self.augment = model, data, augment
@@ -136,7 +136,7 @@ class DetectionTask(Task):
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """0 for upright training images, 1 for wide ones: batches of one kind need less padding."""
+        """0 for portrait, 1 for landscape training images: batches of one kind need less padding."""
         assert self.train_source is not None
         sizes = [self.train_source.size(i) for i in range(len(self.train_source))]
         return np.array([w >= h for h, w in sizes], np.int64)
@@ -267,7 +267,7 @@ class DetectionTask(Task):
         return [total, classes]
 
     def write_evaluation(self, found: Sequence[Evaluated], folder: Path) -> str:
-        """Write evaluation.json, per_class.csv, and the results as COCO's servers take them, boxes and masks apart."""
+        """Write evaluation.json, per_class.csv, and the results in COCO's format, boxes and masks separately."""
         metric = _metric(found)
         folder.mkdir(parents=True, exist_ok=True)
         about = {"figures": found[0].figures, "test": self.test.plain()}

@@ -1,4 +1,4 @@
-"""Settings of images with masks: where they are, and what the values in the masks mean."""
+"""Settings of images with masks: location, format and classes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class MaskData(Settings):
 
     Attributes:
         kind: folders of masks, YOLO's polygons, Pascal VOC's masks, or generated scenes.
-        root: folder that the other paths are relative to; of YOLO also its data.yaml.
+        root: folder that the other paths are relative to; for YOLO, its data.yaml is also accepted.
         images: folder of images; {split} stands for `train` or `val`; without it the splits are folders inside.
-        masks: folder of masks, likewise; a mask has the name of its image.
+        masks: folder of masks, in the same structure; a mask has the name of its image.
         train: name of the training split.
         val: name of the validation split.
         lists: a file of image names for each split, {split} in it; other images are left out. None: all images.
-        hold_out: validate on this share of the training set; there are no folders of splits then.
+        hold_out: validate on this share of the training set, without folders of splits.
         hold_out_by: by the sorted list of files ("order") or by file name and seed ("name").
         classes: names, or a file with a line `value name r g b` for each; all but the name are optional.
         ignore: values in the masks that are not a label.
@@ -39,9 +39,9 @@ class MaskData(Settings):
         check: read every mask before training.
         unreadable: whether images or masks that cannot be read are an error, or are left out if `check` finds them.
         size: scenes: height and width.
-        objects: scenes: minimum and maximum of objects.
-        samples: scenes: how many are generated for training.
-        val_samples: scenes: how many are generated for validation.
+        objects: scenes: minimum and maximum number of objects.
+        samples: scenes: number generated for training.
+        val_samples: scenes: number generated for validation.
         workers: processes that read images, for each training process.
     """
 

@@ -33,7 +33,7 @@ class Segmented(Prediction):
     Attributes:
         labels: class numbers, (h, w), uint8.
         classes: names, by number.
-        colours: likewise.
+        colours: colours, by number.
     """
 
     labels: Labels
@@ -109,8 +109,8 @@ class SegmentationPipeline(DensePipeline):
     """Inference of a segmenter.
 
     Attributes:
-        test: how an image is segmented.
-        colours: of the classes.
+        test: settings of inference.
+        colours: colours of the classes.
     """
 
     kind: ClassVar[str] = "segmentation"
@@ -155,7 +155,7 @@ class SegmentationPipeline(DensePipeline):
         return isinstance(model, UperNet)
 
     def with_options(self, options: Options, source: str) -> Self:
-        """Return a copy that segments at the image's own size, by windows, or at several scales."""
+        """Return a copy that segments at the original size, by windows, or at several scales."""
         changes: Json = {"short": None, "long": None} if options.own_size else {}
         if options.slide:
             changes["mode"] = "slide"

@@ -20,7 +20,7 @@ from ..base import Batch
 from ..prediction import Json
 from .segmenter import Inference, Segmenter
 
-SHOWN = 6  # of the best images, and of the worst
+SHOWN = 6  # number of best images, and of worst images
 KEPT_SIDE = 320  # pixels of a kept prediction
 
 
@@ -32,7 +32,7 @@ def confusion(labels: Tensor, guesses: Tensor, classes: int) -> Tensor:
 
 
 def scores(matrix: Tensor) -> dict[str, Tensor]:
-    """Return IoU, accuracy (recall) and precision of each class in per cent; NaN where they are not defined."""
+    """Return IoU, accuracy (recall) and precision of each class in per cent; NaN if undefined."""
     right = matrix.diagonal().double()
     labelled, guessed = matrix.sum(1).double(), matrix.sum(0).double()
     return {
@@ -78,7 +78,7 @@ class MeanIoU:
                 self._remember(int(key[1]), matrix, guesses)
 
     def _remember(self, index: int, matrix: Tensor, guesses: Tensor) -> None:
-        # Over the classes that the labels have: a stray pixel of another class should not decide.
+        # Only over classes in the labels, so that one pixel of another class does not change the score much.
         present = matrix.sum(1) > 0
         score = float(scores(matrix)["iou"][present].mean())
         entry: Json = {"index": index, "miou": score, "aacc": summary(matrix)["aacc"]}
@@ -98,7 +98,7 @@ class MeanIoU:
         return summary(self.matrix) | {"images": float(self.images)}
 
     def table(self) -> list[Json]:
-        """Return a row for each class; None where a figure is not defined."""
+        """Return a row for each class; None for undefined figures."""
         found, pixels = scores(self.matrix), self.matrix.sum(1)
         share = pixels.double() / pixels.sum()
         return [
@@ -137,10 +137,10 @@ def pack(labels: Labels) -> str:
 
 
 def unpack(text: str) -> Labels:
-    """Decode what `pack` encoded."""
+    """Decode the result of `pack`."""
     content = io.BytesIO(base64.b64decode(text))
     try:
         with open_image(content, KEPT_SIDE**2) as image:
             return np.asarray(image)
-    except Exception as error:  # Pillow's decoders raise many kinds
+    except Exception as error:  # Pillow's decoders raise many exception types
         raise undecodable_content("prediction", error) from None

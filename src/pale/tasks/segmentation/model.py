@@ -100,8 +100,8 @@ class UperNet(nn.Module):
 
     Args:
         backbone: returns four maps at strides 4, 8, 16, 32.
-        channels: of each map.
-        classes: how many.
+        channels: channels of each map.
+        classes: number of classes.
         width: channels of the decode head.
         auxiliary: channels of the auxiliary head, 0 for none.
         multiple: images are padded on the right and bottom to a multiple of this; 1 for backbones that accept any size.
@@ -221,7 +221,7 @@ class SegmentationModel(DenseModel):
     Attributes:
         width: channels of the decode head.
         auxiliary: channels of the auxiliary head; 0 for none.
-        dropout: of channels before the classifiers, as in the heads of mmsegmentation.
+        dropout: dropout of channels before the classifiers, as in the heads of mmsegmentation.
     """
 
     width: int = Field(default=512, ge=1, le=MAX_WIDTH)

@@ -1,14 +1,14 @@
-"""From an image to the classes of its pixels: whole or by windows, at several scales, flipped, in bounded memory.
+"""Segment images in bounded memory: whole or by windows, at several scales, flipped.
 
 For each scale, and again for the image flipped, the logits of the scaled image are brought to the size
-of the image (bilinear) and turned into probabilities; their mean decides. Overlapping windows are
-averaged as logits. All as in mmsegmentation.
+of the image (bilinear) and turned into probabilities; the class with the largest mean is the
+result. Logits of overlapping windows are averaged. All this is as in mmsegmentation.
 
-A view is the image at one scale, flipped or not. By windows, nothing of the size of image x classes is ever held, nor
-a scaled or flipped copy of the image: each window is scaled from the image itself. A `Map` computes a block of logits
-on request. With a single view, blocks are requested from top to bottom, one band of columns after the other, and the
-map keeps the rows of windows that the next block needs. With several views, each computes a block in turn and keeps
-nothing: windows at the edge of a block run again for the next one, which costs time, but ten views need no more
+A view is the image at one scale, flipped or not. With windows, no tensor of the size image x classes and no scaled or
+flipped copy of the image is allocated: each window is scaled from the image itself. A `Map` computes a block of
+logits on request. With a single view, blocks are requested from top to bottom, one band of columns after the other,
+and the map keeps the rows of windows that the next block needs. With several views, each computes a block in turn and
+keeps nothing: windows at the edge of a block run again for the next one, which costs time, but ten views need no more
 memory than one.
 """
 
@@ -38,12 +38,12 @@ class Inference(Settings):
     Attributes:
         mode: segment the image in one piece, or by windows.
         window: height and width of a window.
-        stride: from one window to the next.
+        stride: distance from one window to the next.
         short: length of the short side after resizing, before `scales`; None: images keep their size.
-        long: maximum of the long side after resizing.
+        long: maximum length of the long side after resizing.
         scales: factors of the size.
         flip: add a horizontally flipped view at each scale.
-        windows: how many go through the model at a time.
+        windows: number of windows per batch.
         memory_mb: maximum for logits, in MiB; a smaller value makes more and smaller blocks.
     """
 
@@ -167,7 +167,7 @@ class Flipped:
 
 
 def starts(size: int, window: int, stride: int) -> list[int]:
-    """Return where windows begin: every `stride`, the last one moved back inside."""
+    """Return the start positions of windows: every `stride`; the last window ends at the border."""
     if size <= window:
         return [0]
     count = -(-(size - window) // stride) + 1
@@ -183,8 +183,7 @@ class Sliding:
         size: height and width to scale it to.
         flip: whether it is flipped horizontally.
         how: settings of the windows.
-        keep: keep the rows of windows that the next block below needs; another band of columns begins again at
-            the top.
+        keep: keep the rows of windows that the next block below needs; each band of columns starts at the top.
     """
 
     def __init__(
@@ -259,7 +258,7 @@ class Sliding:
             self.sums = more if self.sums is None else torch.cat([self.sums, more], 1)
 
     def _windows(self, top: int) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the windows of the row that touch the band: where they begin, and the logits of the model."""
+        """Yield the windows of the row that overlap the band: their start, and the logits of the model."""
         left, right = self.band
         lefts = [x for x in self.lefts if x < right and x + self.w > left]
         for i in range(0, len(lefts), self.how.windows):
@@ -280,7 +279,7 @@ class Segmenter:
 
     Args:
         model: returns logits of normalised images, at about a quarter of their size.
-        how: the settings.
+        how: settings of inference.
         classes: number of classes.
     """
 
@@ -296,7 +295,7 @@ class Segmenter:
 
     @torch.no_grad()
     def several(self, images: Sequence[Tensor]) -> list[Tensor]:
-        """Segment several images; with a single view, those of one size go through the model together."""
+        """Segment several images; with a single view, images of one size form batches."""
         how = self.how
         if how.mode == "slide" or how.flip or len(how.scales) > 1:
             return [self(image) for image in images]
@@ -336,7 +335,7 @@ class Segmenter:
         return mean
 
     def scores(self, maps: list[Resized], top: int, bottom: int, left: int, right: int) -> Tensor:
-        """Return the scores of which the greatest decides: logits of one view, the sum of probabilities of several."""
+        """Return the scores of the classes: logits of one view, or the sum of probabilities of several."""
         if len(maps) == 1:
             return maps[0].block(top, bottom, left, right)
         total = maps[0].block(top, bottom, left, right).softmax(0)
@@ -347,7 +346,7 @@ class Segmenter:
     def blocks(self, h: int, w: int, maps: int) -> tuple[int, int]:
         """Return rows and columns of a block, so that memory stays below the bound.
 
-        By windows they are at least half a window whatever the bound, or each window would run too often.
+        With windows they are at least half a window for any bound; otherwise each window would run too often.
         """
         numbers = self.how.memory_mb * 2**20 // 4 // (self.classes + 1)
         if self.how.mode != "slide":

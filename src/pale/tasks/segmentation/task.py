@@ -81,8 +81,8 @@ class SegmentationTask(Task):
             augment: augmentation of training images.
             test: inference on validation images.
             loss: settings of the loss.
-            seed: of every random draw.
-            classes: for evaluation alone: the classes of the weights; no training set is read.
+            seed: seed of every random draw.
+            classes: classes of the weights, for evaluation without a training set.
             multi: inference at several scales, an additional protocol of evaluation.
         """
         self.settings, self.data, self.augment = model, data, augment
@@ -113,7 +113,7 @@ class SegmentationTask(Task):
             _require_labels(self.pixels, "training")
 
     def _checked(self, source: MaskFiles) -> tuple[MaskFiles, list[PairCheck]]:
-        """Read every mask; leave out pairs that cannot be used if the settings say so, else raise an error."""
+        """Read every mask; leave out pairs that cannot be used if the settings allow it, else raise an error."""
         seen = check_pairs(source, usable_cores())
         bad = [entry.error for entry in seen if entry.error is not None]
         if self.data.unreadable == "error" or not bad or len(bad) == len(seen):
@@ -184,7 +184,7 @@ class SegmentationTask(Task):
         return total
 
     def _weights_on(self, device: torch.device) -> Tensor | None:
-        """Return the class weights on a device; they are copied once, as a recorded step must not copy."""
+        """Return the class weights on a device; they are copied once, because a recorded step must not copy."""
         weights = self.class_weights
         if weights is None or weights.device == device:
             return weights

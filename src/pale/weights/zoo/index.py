@@ -29,7 +29,7 @@ class ZooEntry:
         file: file name in the folder.
         card: file name in the folder; describes training data, recipe and accuracy.
         bytes: size of the file.
-        sha256: of the file.
+        sha256: SHA-256 of the file.
         params: number of parameters of the model.
         classes: number of classes.
         figures: metrics of this file, unpacked, in per cent; "images" is the number of evaluated images.
