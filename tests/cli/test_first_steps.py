@@ -75,7 +75,7 @@ def test_a_probe_is_written_as_a_model_that_predict_takes(capsys, tmp_path):
     out = tmp_path / "probe.safetensors"
     words = ["probe", str(features), str(features), "-o", str(out)]
     assert main(words) == 1
-    assert "go together" in capsys.readouterr().err
+    assert "must be given together" in capsys.readouterr().err
     assert main([*words, "--weights", str(weights)]) == 0
     assert f"{out} written" in capsys.readouterr().out
     assert load_weights(out).about["classes"] == ["green", "red"]

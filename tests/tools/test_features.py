@@ -103,7 +103,7 @@ def test_wrong_files_are_named(tmp_path, tree, capsys):
     for words, message in (
         (["probe", path, path], "holds no features"),
         (["probe", tmp_path / "no", path], "there is no file"),
-        (["features", path, tree, "-o", tmp_path / "b"], "does not name its recipe"),
+        (["features", path, tree, "-o", tmp_path / "b"], "has no recipe in its header"),
     ):
         assert main([str(word) for word in words]) == 1
         assert message in capsys.readouterr().err

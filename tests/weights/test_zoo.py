@@ -321,7 +321,7 @@ def test_packing_removes_paths(tmp_path, capsys):
 def test_weights_of_another_project_need_a_recipe_to_be_exported(tmp_path):
     path = tmp_path / "a.safetensors"
     save_weights(path, timm.create_model("pale_nano").state_dict(), {})
-    with pytest.raises(ValueError, match="does not name its recipe; give one"):
+    with pytest.raises(ValueError, match="has no recipe in its header; give one"):
         export(path, tmp_path / "out")
     written = export(path, tmp_path / "out", recipe="small_data.pale_nano")
     assert "config.json" in [each.name for each in written]

@@ -65,7 +65,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 }
 
 
-# What a new user needs first; `pale recipes --all` lists all.
+# Recipes for new users; `pale recipes --all` lists all.
 FIRST = (
     "quickstart",
     "quickstart.segmentation",
@@ -96,10 +96,10 @@ def get(name: str) -> Recipe:
 def register_task(
     task: type[Task], recipe_class: type[Recipe], recipes: Mapping[str, Callable[[], Recipe]]
 ) -> None:
-    """Add a task; afterwards `pale train`, `eval`, `predict` and `export` accept it as the ones of this package.
+    """Add a task; afterwards `pale train`, `eval`, `predict` and `export` accept it like those of this package.
 
     Args:
-        task: its `kind`, the `kind` of its pipeline and the default of `recipe_class.kind` are one new name.
+        task: its `kind`, the `kind` of its pipeline and the default of `recipe_class.kind` are the same new name.
         recipe_class: settings of its runs.
         recipes: functions without arguments that return such settings, by name, such as "rotation.small".
     """

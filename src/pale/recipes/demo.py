@@ -1,4 +1,4 @@
-"""Recipes of the weights that come with the package: three small models, and two larger ones; not in the paper.
+"""Recipes of the included weights: three small models, and two larger ones; not in the paper.
 
 data.root is Oxford-IIIT Pet, as for `pets.*`, with 3680 training images. The classifier trains from scratch, segmenter
 and detector start from its backbone: --init classify_pets (docs/weights.md). Each takes a minute or two on one large
@@ -29,7 +29,7 @@ def classify_pets() -> Classification:
         model=Model(name="pale_nano", drop_path=0.05),
         data=PETS,
         # 100 images per breed, 300 epochs. Crops keep most of the animal; RandAugment and Mixup are weaker than on
-        # ImageNet, as a small model underfits rather than overfits.
+        # ImageNet, because a small model underfits rather than overfits.
         augment=Augment(scale=(0.25, 1.0), auto="rand-m7-mstd0.5-inc1"),
         mix=Mix(mixup=0.2, cutmix=1.0, probability=0.5),
         optim=Optim(lr=1e-3, lr_batch=128, min_lr=1e-6, weight_decay=0.05),

@@ -22,7 +22,7 @@ class InactiveSettings:
     Attributes:
         names: dotted names.
         when: returns whether they have no effect in a recipe.
-        reason: ends the sentence "NAME has no effect ...": why, and what to do.
+        reason: end of the sentence "NAME has no effect ...": the reason, and what to do.
     """
 
     names: tuple[str, ...]

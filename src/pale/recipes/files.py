@@ -13,14 +13,14 @@ from ..tasks import DEFAULT_TASK
 from .kinds import KINDS
 from .schema import Recipe
 
-MAX_BYTES = 1 << 19  # of a recipe file
+MAX_BYTES = 1 << 19  # maximum size of a recipe file
 
 
 def parse_recipe(values: Any, source: str) -> Recipe:
     """Build a recipe from plain values.
 
     Args:
-        values: names and values, as YAML or JSON holds them.
+        values: names and values, as read from YAML or JSON.
         source: where they come from, for error messages.
     """
     if not isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Recipes of the three tasks: their settings, and which of these others switch off."""
+"""Recipes of the three tasks: their settings, and rules for settings without effect."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Classification(Recipe):
 
     @property
     def task_class(self) -> type[ClassificationTask]:
-        """Class of the task: another one for several datasets or tags."""
+        """Class of the task; a different one for several datasets or tags."""
         return MixtureTask if self.data.is_mixture else ClassificationTask
 
     def task(self, classes: Sequence[str] | None = None) -> ClassificationTask:

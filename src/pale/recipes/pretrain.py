@@ -1,8 +1,8 @@
 """Pre-training on several datasets at once (`--data.mix`), for backbones that are fine-tuned later; not in the paper.
 
-Two stages, the second from the weights of the first alone. They are made for about half a million small images (64 to
-128 px) of many sources and for one GPU. None of the values is from the paper; except for Muon they are choices with the
-reasons below, not results of a search.
+There are two stages; the second starts from the weights of the first. They are made for about half a million small
+images (64 to 128 px) of many sources and for one GPU. None of the values is from the paper; except for Muon they are
+choices with the reasons below, not results of a search.
 
 First stage, `pale_nano` and `pale_t`:
 
@@ -17,11 +17,11 @@ First stage, `pale_nano` and `pale_t`:
 - Half of the batches are mixed, as in `small_data`. Crops have at least a quarter of the area: smaller ones of a 64 px
   image would have under 32 px on a side.
 - A moving average over about 2000 steps (`ema=0.9995`), 4 epochs, is evaluated and saved.
-- Evaluation every fifth epoch, as validation sets of all sources together are large.
+- Evaluation every fifth epoch, because the validation sets of all sources together are large.
 
-Second stage, `pale_nano_192` and `pale_t_192`: ten epochs at 192 px, as fine-tuning usually has 160 to 224 px, with
-a fifth of the learning rate, weak augmentation and without mixing, as models are fine-tuned to a larger size in Swin.
-`--model.weights RUN` keeps the classifier of the first stage; `--init RUN` starts with its backbone alone, for another
+Second stage, `pale_nano_192` and `pale_t_192`: ten epochs at 192 px, because fine-tuning usually uses 160 to 224 px,
+with a fifth of the learning rate, weak augmentation and no mixing, as in the fine-tuning of Swin at a larger size.
+`--model.weights RUN` keeps the classifier of the first stage; `--init RUN` loads only its backbone, for another
 mixture.
 """
 

@@ -74,10 +74,10 @@ class Saving(Settings):
     """Checkpoints of a run."""
 
     every_minutes: float = Field(
-        default=10.0, gt=0, description="minutes between two checkpoints, at most"
+        default=10.0, gt=0, description="maximum minutes between two checkpoints"
     )
     every_steps: int | None = Field(
-        default=None, ge=1, description="steps between two checkpoints, at most; null: no limit"
+        default=None, ge=1, description="maximum steps between two checkpoints; null: no limit"
     )
     keep: int = Field(default=2, ge=1, description="number of checkpoints to keep")
     background: bool = Field(
@@ -104,7 +104,7 @@ class Reported(Settings):
     macs_g: float | None = Field(default=None, description="multiply-adds in billions")
 
 
-EVALUATIONS = 12  # of a run that is fitted to its dataset
+EVALUATIONS = 12  # number of evaluations of a run that is fitted to its dataset
 # How to obtain the value of a required setting.
 REQUIRED_HINTS = {
     "token_labels.store": ", the output folder of pale token-labels make",
@@ -306,7 +306,7 @@ class Recipe(Settings):
 
     @property
     def task_class(self) -> type[Task]:
-        """Class of the task, for what needs no data."""
+        """Class of the task, for facts that need no data."""
         return TASKS[self.kind]
 
     @abstractmethod
@@ -314,14 +314,14 @@ class Recipe(Settings):
         """Build the task; with `classes`, for evaluation only."""
 
     def check_batch_split(self, processes: int) -> None:
-        """Raise if so many processes cannot split a batch as the task requires."""
+        """Raise if this number of processes cannot split a batch as the task requires."""
 
     def started_from(self, path: Path) -> Self:
         """Return the recipe with a backbone that starts from a classifier's weights."""
         return self.override({"model.weights": str(path), "model.new_head": True})
 
     def check_required(self) -> None:
-        """Raise if a required setting is missing, unless another setting makes it pointless."""
+        """Raise if a required setting is missing, unless another setting makes it unnecessary."""
         known = set(dotted_names(type(self)))
         for name in self.required:
             if name not in known:

@@ -18,19 +18,19 @@ def stored_recipe(about: Mapping[str, Any], source: str | Path, name: str | None
     Args:
         about: the header of the weights.
         source: where they come from, for messages.
-        name: of a recipe, for weights without one in the header.
+        name: name of a recipe, for weights without one in the header.
     """
     if name is not None:
         return get(name)
     if "recipe" not in about:
         raise WeightsError(
-            f"{source} does not name its recipe; give one, such as --recipe imagenet.pale_t"
+            f"{source} has no recipe in its header; give one, such as --recipe imagenet.pale_t"
         )
     return parse_recipe(about["recipe"], str(source))
 
 
 def without_start(recipe: Recipe) -> Recipe:
-    """Return the recipe without the weights that training started from, as others are loaded."""
+    """Return the recipe without initial weights, because trained weights are loaded instead."""
     known = recipe.plain()["model"]
     starts = {"weights": None, "init": None, "new_head": False}
     return recipe.override(

@@ -15,7 +15,7 @@ PALE_SIZE = "rows and columns per pale: one number, or one per stage (default 7)
 
 @settings_class
 class ImageAndPales:
-    """Size of the image and of the pales."""
+    """Sizes of the image and of the pales."""
 
     size: tuple[int, int] = option("image height and width", default=(224, 224), metavar=("H", "W"))
     pale_size: list[int] | None = option(PALE_SIZE, default=None, metavar="S")
@@ -42,7 +42,7 @@ class ImageAndPales:
 
 @settings_class
 class Architecture(ImageAndPales):
-    """All that can be changed of a model to look at its cost."""
+    """Options of a model that change its cost."""
 
     attention: str | None = option(
         "attention mode: parallel (default), sequential, vanilla, axial or cross", default=None

@@ -20,7 +20,7 @@ from ..data.sources.label_files import LabelFormat, read_labels
 from ..errors import SettingsError
 from ..tasks.segmentation.data import MaskData
 
-MASK_RECIPE = "small_masks.upernet_pale_t"  # whose data settings apply where no recipe is named
+MASK_RECIPE = "small_masks.upernet_pale_t"  # recipe whose data settings apply if none is named
 NEEDED = {
     "images": "DIR, the folder of images",
     "masks": "DIR, the folder of masks (for annotations in COCO format: --annotations FILE)",
@@ -103,7 +103,7 @@ def check_object_data(
     Args:
         root: folder of the dataset.
         annotations: file under the root; "{split}" in it stands for a split, without it only the first is checked.
-        images: folder under the root, likewise.
+        images: folder under the root; "{split}" as in `annotations`.
         splits: splits to check, the training split first.
         workers: processes; None: one per core.
         track: shows the progress.

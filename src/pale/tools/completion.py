@@ -1,4 +1,4 @@
-"""Words that the completion of a shell offers: recipes, models and settings."""
+"""Words for shell completion: recipes, models and settings."""
 
 from __future__ import annotations
 

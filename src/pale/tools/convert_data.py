@@ -34,7 +34,7 @@ class WrittenAnnotations:
     skipped: Counter[int]
 
     def lines(self) -> Iterator[str]:
-        """Yield what was written, and how to train with it."""
+        """Yield lines about the written files, and a command that trains with them."""
         yield f"{self.file}: {self.counts['images']} images, {self.counts['annotations']} objects"
         if self.skipped:
             values = ", ".join(str(value) for value in sorted(self.skipped))

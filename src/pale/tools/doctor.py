@@ -66,7 +66,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     region = Region((7, 7))
     q = torch.randn(1, 14, 14, 4, 32, device=device, dtype=dtype)
     name = cast(Backend, choose(q, region))
-    # Run it: only that proves that it works. A failure must be visible, so no error is caught.
+    # Run it, because only that shows that it works. A failure must be visible, so no error is caught.
     works = bool(pale_attention(q, q, q, region=region, backend=name).isfinite().all())
     reasons = {other: BACKENDS[other].unsupported(q, region) for other in BACKENDS if other != name}
     return {

@@ -39,7 +39,7 @@ class Features:
     Attributes:
         vectors: (n, c), float32: the pooled features before the classifier.
         labels: (n,).
-        names: of the files.
+        names: names of the files.
         classes: names of the classes.
     """
 
@@ -57,7 +57,7 @@ class Features:
 
     @classmethod
     def load(cls, path: Path) -> Features:
-        """Read a file that `save` wrote."""
+        """Read a file of `save`."""
         if not path.is_file():
             raise DataError(f"there is no file {path}; pale features writes one")
         try:
@@ -140,7 +140,7 @@ class Probe:
     Attributes:
         train: accuracy on the training set in per cent.
         val: accuracy on the validation set in per cent.
-        strength: of the penalty on the weights, chosen on a tenth of the training set.
+        strength: strength of the penalty on the weights, chosen on a tenth of the training set.
     """
 
     train: float
@@ -188,7 +188,9 @@ def probe_files(
 ) -> Probe:
     """Fit and score a classifier on files of features; write its model if `output` and `weights` are given."""
     if (output is None) != (weights is None):
-        raise SettingsError("-o FILE and --weights RUN go together; give both or neither")
+        raise SettingsError(
+            "-o FILE and --weights RUN must be given together; give both or neither"
+        )
     features = Features.load(train)
     found, layer = fit_probe(features, Features.load(val))
     if output is not None and weights is not None:
@@ -202,10 +204,10 @@ def save_probe(
     """Write the model of weights with another classifier, for `pale predict`, `serve` and `export`.
 
     Args:
-        layer: of `fit_probe`.
+        layer: result of `fit_probe`.
         classes: names of its outputs.
         weights: run or file that the features were computed with.
-        recipe: for weights that do not name theirs.
+        recipe: name of the recipe, for weights without one.
         path: the file to write.
     """
     model, _ = load_backbone(weights, recipe)

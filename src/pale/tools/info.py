@@ -25,7 +25,7 @@ def count_in_all_ways(
 
 
 def plain_costs(ways: Mapping[str, Cost]) -> dict[str, Any]:
-    """Return costs and their totals as JSON holds them."""
+    """Return costs and their totals as JSON values."""
     return {
         way: asdict(cost) | {"params": cost.params, "macs": cost.macs} for way, cost in ways.items()
     }

@@ -20,14 +20,14 @@ def measure(
     workers: int = 0,
     folder: Path | None = None,
 ) -> dict[str, float]:
-    """Return the figures of the metric in float32, those of `pale eval` for the first protocol.
+    """Return the figures of the metric in float32, as `pale eval` does for the first protocol.
 
     Args:
         source: a run, a file, or a name in the index of the folder.
-        root: of the data.
+        root: root of the data.
         world: the processes, and the device.
         sample: number of images, drawn with `seed`; None: all.
-        seed: of the sample.
+        seed: seed of the sample.
         batch: images per batch.
         workers: reading processes.
         folder: where names are looked up.

@@ -1,4 +1,4 @@
-"""Publish weights: packed small for a package, or as a folder that timm and the Hugging Face hub read."""
+"""Publish weights: packed for a package, or as a folder for timm and the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..weights import zoo
 from ..weights.read import Weights, load_weights
 from ..weights.write import save_weights
 
-# Paths of the machine that trained: private, and wrong elsewhere.
+# Paths of the training machine: private, and wrong on other machines.
 PATHS = ("data.root", "model.weights", "model.init", "token_labels.store")
 
 

@@ -50,7 +50,7 @@ def describe_weights(entries: Sequence[ZooEntry], folder: Path) -> Iterator[str 
 
 
 def describe_token_labels(made: TokenLabelManifest, output: Path) -> Iterator[str]:
-    """Yield what was written of token labels, and how to train with them."""
+    """Yield lines about the written token labels, and a command that trains with them."""
     if made.agreement is None:
         yield f"{output}: other parts are not written yet"
         return

@@ -42,9 +42,9 @@ class Teacher:
         name: in the manifest.
         model: in evaluation mode.
         size: side of its square input.
-        mean: of the pixels, 0 to 1, by channel.
+        mean: mean of the pixels, 0 to 1, by channel.
         std: likewise.
-        interpolation: of resizing.
+        interpolation: interpolation for resizing.
     """
 
     name: str
@@ -78,9 +78,9 @@ def load_teacher(
 
     Args:
         model: a run's folder, a .safetensors file of a run, or the name of a timm model.
-        classes: of the images; the teacher must have the same.
+        classes: classes of the images; the teacher must have the same.
         weights: for a timm model: a weights file; by default timm's pretrained weights.
-        size: of its input, if not the one of its training.
+        size: size of its input, if it differs from that of its training.
     """
     if Path(model).exists():
         if weights is not None:
@@ -242,7 +242,7 @@ def write_token_labels(
         shard: images per file.
         batch: images per batch.
         workers: reading processes.
-        device: of the teacher.
+        device: device of the teacher.
         part: (i, n): write every n-th shard from the i-th on, for n machines in parallel.
         log: called with a line about each shard.
         track: shows progress.

@@ -1,6 +1,6 @@
-"""Token labels for a dataset: settings, and the steps from the data and the teacher to the labels.
+"""Settings of token labels, and the function that makes them.
 
-This module imports nothing heavy at once, for a fast `pale --help`; `teacher.py` does the work.
+This module imports nothing heavy at its top, for a fast `pale --help`; `teacher.py` does the work.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ TOP = 5  # classes kept at each position
 
 @settings_class
 class TokenLabelSettings:
-    """Which teacher labels the images, and how the labels are stored."""
+    """Options of `pale token-labels make`."""
 
     model: str = option("teacher: a run, or a classifier of timm")
     output: Path = option("output folder; resumes if incomplete", metavar="DIR")
     weights: Path | None = option(
-        "weights of a timm classifier (default: those of timm)", default=None, metavar="FILE"
+        "weights of a timm classifier (default: timm's pretrained weights)",
+        default=None,
+        metavar="FILE",
     )
-    size: int | None = option("side of the images (default: that of the teacher)", default=None)
+    size: int | None = option(
+        "side of the images (default: the teacher's input size)", default=None
+    )
     k: int | None = option(
         "classes per position (default: 5, or all if there are fewer)", default=None
     )

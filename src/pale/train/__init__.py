@@ -1,1 +1,1 @@
-"""The training loop and its parts; knows the Task protocol, no task."""
+"""The training loop and its parts; it uses only the Task interface."""

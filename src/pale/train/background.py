@@ -1,4 +1,4 @@
-"""Writing the files of a run while training continues, also through failures of the file system that pass.
+"""Write the files of a run while training continues, and retry after temporary failures of the file system.
 
 A job is a function that writes files from a copy of the state. Jobs run in one thread, one after the other. If a job
 fails, the thread pauses and repeats it, for as long as `patience` allows.
@@ -35,7 +35,7 @@ class BackgroundWriter:
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
-        self.jobs: list[_Job] = []  # the first one runs or is repeated
+        self.jobs: list[_Job] = []  # the first one is running or retried
         self.finished: list[_Job] = []
         self.messages: list[str] = []
         self.error: Exception | None = None
@@ -49,13 +49,14 @@ class BackgroundWriter:
     def submit(
         self, name: str, write: Callable[[], None], done: Callable[[], None] = lambda: None
     ) -> None:
-        """Give a job to the thread.
+        """Add a job to the queue of the thread.
 
-        If an older job of this name is still in the queue, it is waited for; but it is replaced while writing fails. So
-        at most two copies of a state are in memory, and training waits for a slow disk, not for one that is gone.
+        If an older job of this name is still in the queue, the call waits for it; while writing fails, the older job
+        is replaced. So at most two copies of a state are in memory, and training waits for a slow disk, but not for an
+        unavailable one.
 
         Args:
-            name: what is written.
+            name: name of the job, for messages.
             write: writes the files; called in the thread.
             done: called by `check` or `wait`, in their thread, after `write` has succeeded.
         """
@@ -82,7 +83,7 @@ class BackgroundWriter:
     def wait(self) -> list[str]:
         """Wait until everything is written; otherwise like `check`."""
         with self.changed:
-            self.hurry = True  # there is nothing else to do
+            self.hurry = True  # training has nothing else to do
             self.changed.notify_all()
             self.changed.wait_for(lambda: not self.jobs or self.error is not None)
         return self.check()

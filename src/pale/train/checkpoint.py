@@ -32,8 +32,8 @@ from .distributed import World
 ALONE = World(torch.device("cpu"))
 Tensors = Mapping[str, Tensor]
 NAME = re.compile(r"step_(\d{8,})")
-INCOMPLETE = re.compile(r"\.step_\d{8,}\.\d+(\.old)?")  # left by an interrupted write
-# What PyTorch and safetensors raise if a disk is full.
+INCOMPLETE = re.compile(r"\.step_\d{8,}\.\d+(\.old)?")  # remains of an interrupted write
+# Exceptions of PyTorch and safetensors if a disk is full.
 WRITE_FAILURES = (OSError, RuntimeError, SafetensorError)
 MAX_MANIFEST = 2**24  # bytes; with a thousand processes it has about 100 kB
 
@@ -84,7 +84,9 @@ def save_files(folder: Path, step: int, write: Callable[[Path], None], world: Wo
 
     def prepare() -> None:
         if world.main:
-            folder.mkdir(exist_ok=True)  # the run folder exists, unless its file system is gone
+            folder.mkdir(
+                exist_ok=True
+            )  # the run folder exists, unless its file system is unavailable
             _remove(temporary)
             temporary.mkdir()
 
@@ -159,7 +161,9 @@ def load_trainer(path: Path, device: torch.device) -> dict[str, Any]:
     require_uncompressed(path / "trainer.pt")
     try:
         state = torch.load(path / "trainer.pt", map_location=device, weights_only=True)
-    except pickle.UnpicklingError:  # PyTorch's message advises to load it all the same
+    except (
+        pickle.UnpicklingError
+    ):  # PyTorch's message recommends loading it without this protection
         reason = "it is damaged or holds other objects, which may run code when they are loaded"
     except (RuntimeError, EOFError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -172,7 +176,7 @@ def load_trainer(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def prune(folder: Path, keep: int, step: int) -> None:
-    """Keep the newest `keep` good checkpoints up to `step`; delete all others and the rests of interrupted writes."""
+    """Keep the newest `keep` good checkpoints up to `step`; delete all others and the remains of interrupted writes."""
     all_ = list_checkpoints(folder)
     good = [path for path in all_ if _step(path) <= step and is_good(path, sums=False)]
     for path in [p for p in all_ if p not in good[:keep]]:
@@ -272,7 +276,7 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    # Rename it first, so that a kill never leaves half a checkpoint under its name.
+    # Rename it first, so that a killed process never leaves an incomplete checkpoint under its name.
     if not os.path.lexists(path):
         return
     if not path.name.startswith("."):

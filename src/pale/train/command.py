@@ -20,7 +20,7 @@ def run_training(
     """Train; return 128 + the number of the signal that stopped it, or 0.
 
     Args:
-        settings: of the command.
+        settings: settings of the command.
         changes: settings of the recipe by dotted name.
         report: called with the result on the main process, and nothing else is printed; None: print lines.
     """

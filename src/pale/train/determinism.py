@@ -22,7 +22,7 @@ FIXED = (":4096:8", ":16:8")  # cuBLAS documents that results are reproducible w
 
 
 def prepare_cublas() -> None:
-    """Request a fixed workspace from cuBLAS; it reads this when CUDA is first used, so call this before."""
+    """Request a fixed workspace from cuBLAS; call this before CUDA is first used, when cuBLAS reads the setting."""
     os.environ.setdefault(WORKSPACE, FIXED[0])
 
 

@@ -23,7 +23,7 @@ TIMEOUT = 600.0  # seconds
 
 
 class AllRanksError(PaleError, ValueError):
-    """An error of one process that all processes raise at the same place, so that they can still work together."""
+    """An error of one process that all processes raise at the same point, so that they stay synchronised."""
 
 
 @dataclass(frozen=True)

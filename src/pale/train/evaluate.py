@@ -69,13 +69,14 @@ class Evaluation:
     """The validation set of a task.
 
     Args:
-        task: whose data and metric.
+        task: task with the data and the metric.
         world: the processes.
         batch: images per batch.
-        workers: reading processes; they are kept between evaluations, as starting them takes longer than a small set.
+        workers: reading processes; they are kept between evaluations, because starting them takes longer than
+        evaluating a small set.
         even: see `Share`.
         only: see `Share`.
-        protocol: of the task; "" is that of validation during training.
+        protocol: protocol of the task; "" is the protocol of validation during training.
     """
 
     def __init__(
@@ -136,15 +137,15 @@ def evaluate_weights(
     """Build the model, load the weights, and evaluate each protocol; every process gets the same results.
 
     Args:
-        recipe: of the weights, without weights to start from (`recipes.stored.without_start`).
-        weights: to be evaluated.
+        recipe: recipe of the weights, without weights to start from (`recipes.stored.without_start`).
+        weights: weights to be evaluated.
         source: where they come from, for messages.
         world: the processes, and the device.
         protocol: name of one protocol of the task, or "both" for all; a task with a single protocol ignores it.
         batch: images per batch.
         workers: reading processes; None: as in the recipe.
         sample: evaluate some of the images only.
-        dtype: of mixed precision; None: float32.
+        dtype: dtype of mixed precision; None: float32.
         track: shows progress.
     """
     task = recipe.task(weights.about.get("classes") or recipe.task_class.listed_classes(recipe))
@@ -168,7 +169,7 @@ class Sample:
 
     Attributes:
         count: number of images; all if there are fewer.
-        seed: of the draw.
+        seed: seed of the draw.
     """
 
     count: int

@@ -1,8 +1,8 @@
 """Detection of NaN and Inf without synchronisation.
 
-The device itself leaves out a step whose loss or gradient is NaN or Inf (`found_inf` of PyTorch's fused AdamW). After
-too many of them in a row it leaves out every later step too. The values are copied to the host behind the computation
-and read there one step later; until then the weights are still those before the bad step.
+The device itself skips a step whose loss or gradient is NaN or Inf (`found_inf` of PyTorch's fused AdamW). After too
+many of them in a row it skips every later step too. The values are copied to the host asynchronously and read there
+one step later; until then the weights are still those before the bad step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Guard:
 
     @torch.no_grad()
     def check(self, step: int, lr: float, keys: Tensor, loss: Tensor, norm: Tensor) -> Tensor:
-        """Return a tensor on the device: 1 if the step must be left out, else 0."""
+        """Return a tensor on the device: 1 if the step must be skipped, else 0."""
         bad = (~(loss.isfinite() & norm.isfinite())).float()
         self.world.max_(bad)
         self.bad_in_a_row.add_(1).mul_(bad)
@@ -90,7 +90,7 @@ class Guard:
 
 
 class BatchNormBackup:
-    """Copy of the batch norm statistics, which a forward pass changes even if its step is left out."""
+    """Copy of the batch norm statistics, which a forward pass changes even if its step is skipped."""
 
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
@@ -111,7 +111,7 @@ class BatchNormBackup:
 
 
 class MovingAverage(ModelEmaV3):  # type: ignore[misc]
-    """Moving average of a model (timm), with an update that the device can leave out."""
+    """Moving average of a model (timm), with an update that the device can skip."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model, decay=decay)

@@ -27,7 +27,7 @@ from ..core.files import fresh_path
 from ..errors import UnavailableError
 from ..tasks.base import Task
 
-PLAIN_SECONDS = 10.0  # between two lines without a terminal
+PLAIN_SECONDS = 10.0  # seconds between two lines without a terminal
 PRINTED_SKIPS = 3  # skipped steps that are printed in full
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -35,7 +35,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 class Log:
     """Write events as JSON lines; a run that resumes drops the events after the step it resumes from.
 
-    While the file cannot be written, lines are kept in memory; each new event tries again.
+    While the file cannot be written, lines are kept in memory; writing is retried with each new event.
     """
 
     def __init__(self, path: Path, step: int, tensorboard: bool = False) -> None:
@@ -51,7 +51,7 @@ class Log:
         """Add an event."""
         line = json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n"
         self.unwritten += line.encode()
-        with suppress(OSError):  # the checkpoints end a run whose disk does not recover
+        with suppress(OSError):  # if the disk does not recover, writing a checkpoint stops the run
             self.flush()
         if self.board is not None and event in ("step", "eval"):
             for name, value in values.items():
@@ -61,11 +61,13 @@ class Log:
 
     def flush(self) -> None:
         """Write the lines that are not in the file yet; raise OSError if that fails."""
-        if self.file.closed:  # after a failure: the file system may have been gone
+        if self.file.closed:  # after a failure: the file system may have been unavailable
             self.file = self.path.open("ab", buffering=0)
         try:
             while self.unwritten:
-                written = self.file.write(self.unwritten)  # on a full disk perhaps a part
+                written = self.file.write(
+                    self.unwritten
+                )  # on a full disk possibly only a part of the line
                 self.unwritten = self.unwritten[written or 0 :]
         except OSError:
             self.file.close()
@@ -121,7 +123,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class Display:
-    """Progress on the screen: live on a terminal.
+    """Progress display: live on a terminal, else lines.
 
     Args:
         title: title of the live display.

@@ -1,7 +1,7 @@
 """The training loop: load batches, make steps, log, evaluate, save, and react to signals and errors.
 
 A run resumes from any checkpoint as if it had not stopped, and the number of processes changes only float rounding
-(see `step.py`). docs/training.md lists where results are bit-equal; `determinism.py` makes them so on a GPU.
+(see `step.py`). docs/training.md lists where results are bit-equal; `determinism.py` makes them bit-equal on a GPU.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from .step import MAX_CONSECUTIVE_SKIPS, StepResult, TrainStep, build_step
 from .step_clock import StepClock
 from .stop import StopSignals
 
-NAMED_SAMPLES = 4  # of a batch, in messages about NaN and Inf
+NAMED_SAMPLES = 4  # samples of a batch in messages about NaN and Inf
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
         step: steps done.
@@ -76,12 +76,12 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the process: 0, or 128 + the number of the signal, as shells have it."""
+        """Exit code of the process: 0, or 128 + the number of the signal, as in shells."""
         return 0 if self.signal is None else 128 + self.signal
 
 
 class Trainer:
-    """A run in a folder. `build_trainer` makes one from a recipe.
+    """A run in a folder. `build_trainer` creates one from a recipe.
 
     Args:
         recipe: settings of the run.
@@ -110,7 +110,7 @@ class Trainer:
         self.sampler = stepper.sampler
         self.stream = stepper.sampler.stream
         self.consecutive_skips = 0
-        self.notes: list[str] = []  # about settings, logged at the start
+        self.notes: list[str] = []  # notes about settings, logged at the start
         self.events: Log | None = None
         self.writer = BackgroundWriter(60 * recipe.saving.patience_minutes)
         self.display = Display(f"{recipe.name} in {run}", self.stream.steps, 0, quiet=True)
@@ -263,7 +263,7 @@ class Trainer:
                 self.consecutive_skips = 0
 
     def _handle_bad_step(self, record: StepRecord) -> None:
-        """Log a step that was left out for NaN or Inf, or stop."""
+        """Log a step that was skipped because of NaN or Inf, or stop."""
         names = [self.task.sample_name(int(index)) for _, index in record.keys[:NAMED_SAMPLES]]
         own = (record.loss, record.norm, names) if record.bad_here else None
         loss, norm, names = next(entry for entry in self.world.gather(own) if entry is not None)
@@ -323,7 +323,7 @@ class Trainer:
                 stopped = self._run_steps(Prefetcher(self._batches(), fetched), signals)
                 self._finish(stopped)
                 return Outcome(state.step, self.stream.steps, state.figures, stopped)
-        except ValueError as error:  # of the data, so between two steps
+        except ValueError as error:  # an error of the data, which occurs between two steps
             saved = self._save_after(error)
             hint = f"{saved}; resume with: pale train --resume {self.run}"
             if not isinstance(error, PaleError):
@@ -445,7 +445,7 @@ class Trainer:
         """Make steps until the end (return None) or a signal (return its number)."""
         state, steps, first = self.state, self.stream.steps, self.state.step
         saved, clock = time.monotonic(), StepClock(state.step)
-        if state.step == steps and state.evaluated < steps:  # stopped between the two
+        if state.step == steps and state.evaluated < steps:  # a run that was killed between the two
             self.evaluate()
             self.save()
         self._agree(iterator)
@@ -456,7 +456,7 @@ class Trainer:
             if state.step == steps:
                 self._check_result(first)
             if self._evaluation_due():
-                self.settle()  # waits for the device: the time of its steps counts
+                self.settle()  # waits for the device, so that the time of its steps is included
                 with clock.paused():
                     self.evaluate()
             late = time.monotonic() - saved >= 60 * self.recipe.saving.every_minutes

@@ -1,4 +1,4 @@
-"""Advice after a run went out of memory: which settings need less, with their current values."""
+"""Advice for a run that is out of memory: settings that need less, with their current values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def training_shortage(
     run: Path,
     step: int | None,
 ) -> MemoryShortageError:
-    """Return an error that lists which settings of a recipe need less memory.
+    """Return an error that lists settings which need less memory.
 
     Args:
         memory: which memory ran out.
@@ -66,7 +66,7 @@ def too_little_memory(
         ways.append(f"a smaller model, --model.name {SMALLEST} (now {recipe.model.name})")
     return MemoryShortageError(
         f"a step needs about {needed / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are available; the system "
-        f"would end the run without a message. Each of these needs less memory: {'; '.join(ways)}. For a few hundred "
+        f"would kill the run without a message. Each of these needs less memory: {'; '.join(ways)}. For a few hundred "
         "images: pale train finetune"
     )
 

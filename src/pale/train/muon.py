@@ -19,7 +19,9 @@ from torch.optim.adamw import adamw
 from ..compat import foreach_add_, foreach_copy_
 
 ROUNDS = 5
-COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]  # of Keller Jordan's Muon, in every iteration
+COEFFICIENTS = [
+    (3.4445, -4.7750, 2.0315)
+]  # coefficients of Keller Jordan's Muon, in every iteration
 TINY = 1e-7  # added to the norm: a momentum below it stays small
 
 
@@ -27,7 +29,7 @@ class Muon(Optimizer):
     """Muon for matrices and dense kernels, fused AdamW for the rest, with one learning rate.
 
     Updates of matrices are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982), so that AdamW's learning rates
-    can be used. As in fused AdamW, a step is left out if the attribute `found_inf` is a tensor of 1.
+    can be used. As in fused AdamW, a step is skipped if the attribute `found_inf` is a tensor of 1.
 
     Args:
         groups: parameter groups with their `weight_decay`.

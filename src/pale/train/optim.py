@@ -16,7 +16,7 @@ Schedule: TypeAlias = CosineLRScheduler | PolyLRScheduler | MultiStepLRScheduler
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> AdamW | Muon:
-    """Build the optimizer: no weight decay on norms, biases and the parameters that the model names.
+    """Build the optimizer: no weight decay on norms, biases and the parameters that the model exempts.
 
     AdamW uses PyTorch's fused kernel, which is several times as fast as a loop over small parameters, also on a CPU.
     """

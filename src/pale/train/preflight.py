@@ -1,4 +1,4 @@
-"""Checks before the first step: settings that cannot give a good model, and memory that will not suffice."""
+"""Checks before the first step: unsuitable settings, and insufficient memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .memory import too_little_memory
 from .state import TrainState, compute_dtype
 
 FEW_STEPS = 300
-FEW_IMAGES = 5  # of a class
+FEW_IMAGES = 5  # minimum number of images of a class
 UNEVEN = 10  # ratio of the numbers of images of two classes
 PROBED = 2  # images of the forward pass that memory is estimated with
-# Peak of a step against what the backward pass keeps: gradients of activations, buffers of the allocator. Measured with
-# Pale-T and pale_nano on a CPU.
+# Peak memory of a step relative to the activations kept for the backward pass: gradients of activations, buffers of
+# the allocator. Measured with Pale-T and pale_nano on a CPU.
 PEAK = 1.4
-MARGIN = 0.9  # share of the estimate that must be available: it is not exact
+MARGIN = 0.9  # share of the estimate that must be available, because it is not exact
 
 
 def find_warnings(recipe: Recipe, stream: Stream, task: Task) -> list[str]:
-    """Return warnings about the length of a run and the numbers of its images."""
+    """Return warnings about the length of a run and its number of images."""
     found = []
     if recipe.batch > stream.samples:
         found.append(
@@ -46,13 +46,13 @@ def find_warnings(recipe: Recipe, stream: Stream, task: Task) -> list[str]:
         listed = ", ".join(f"{name}: {n}" for name, n in list(few.items())[:5])
         more = f" and {len(few) - 5} more" if len(few) > 5 else ""
         found.append(
-            f"classes with fewer than {FEW_IMAGES} training images ({listed}{more}) are learned badly; add images or "
-            "merge classes"
+            f"classes with fewer than {FEW_IMAGES} training images ({listed}{more}) are learned poorly; add images "
+            "or merge classes"
         )
     if counts and max(counts.values()) > UNEVEN * min(counts.values()):
         most, least = (choose(counts, key=counts.__getitem__) for choose in (max, min))
         found.append(
-            f"uneven classes ({most}: {counts[most]} images, {least}: {counts[least]}): rare ones are learned badly; "
+            f"uneven classes ({most}: {counts[most]} images, {least}: {counts[least]}): rare ones are learned poorly; "
             "set --data.balanced true, or add images"
         )
     return [f"warning: {text}" for text in found]
@@ -63,7 +63,7 @@ def require_memory(
 ) -> None:
     """Raise a `MemoryShortageError` if a step needs more memory than the machine has left; on a CPU, in one process.
 
-    A GPU reports by itself that memory is short; the kernel of the operating system ends a process without a word.
+    A GPU raises an out-of-memory error; the operating system kills a process without a message.
     """
     if world.device.type != "cpu" or world.size > 1:
         return
@@ -81,9 +81,9 @@ def require_memory(
 def estimate_memory(
     recipe: Recipe, world: World, task: Task, data: Any, stream: Stream, state: TrainState
 ) -> int:
-    """Return the bytes that training adds to what the process holds now.
+    """Return the additional bytes that training needs.
 
-    These are gradients, moments of the optimizer, and what the forward pass of one part of a batch keeps for the
+    These are gradients, moments of the optimizer, and the activations that one part of a batch keeps for the
     backward pass, measured with two images.
     """
     part = max(recipe.batch // recipe.accumulate, 1)

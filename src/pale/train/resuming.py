@@ -48,7 +48,7 @@ def is_restart(run: Path, world: World) -> bool:
 def check_progress_kept(run: Path) -> None:
     """Raise if a run without a usable checkpoint shows progress, which a new start would overwrite.
 
-    A run that was killed before its first checkpoint has nothing to lose: it will log the same events again.
+    A run that was killed before its first checkpoint can start again: it will log the same events.
     """
     events = log.read(run / "log.jsonl")
     shown = [

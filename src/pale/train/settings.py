@@ -1,4 +1,4 @@
-"""What a run starts from, and what is evaluated. This module imports nothing heavy, for a fast `pale --help`."""
+"""Options of training and evaluation. This module imports nothing heavy, for a fast `pale --help`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunSettings:
 
 @settings_class
 class EvalSettings:
-    """Weights, and how they are evaluated."""
+    """Weights and options of their evaluation."""
 
     weights: Path = argument(
         "run folder, .safetensors file of a run, or name listed by pale weights", metavar="RUN"
@@ -62,7 +62,7 @@ class EvalSettings:
 
 @settings_class
 class ReportSettings:
-    """Runs whose report is written."""
+    """Runs for a report."""
 
     runs: list[Path] = argument("run folder; several are compared", metavar="RUN")
     output: Path | None = option(

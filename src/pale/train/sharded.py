@@ -58,7 +58,7 @@ def shard(
         param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False
     )
     for part in blocks(model):
-        if compiled:  # PyTorch keeps the hooks that gather out of the graph
+        if compiled:  # PyTorch keeps the gathering hooks out of the graph
             part.compile()
         fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -77,7 +77,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def gather_tensor(value: Tensor) -> Tensor:
-    """Return the whole of a tensor in shards; every process must call this."""
+    """Return the whole tensor of a sharded one; every process must call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -97,7 +97,7 @@ def gather_state(model: nn.Module, world: World) -> dict[str, Tensor]:
 
 
 def shard_like(value: Tensor, own: Tensor) -> Tensor:
-    """Split a whole tensor as `own` is split."""
+    """Split a whole tensor in the same way as `own`."""
     if not isinstance(own, DTensor):
         return value
     value = value.to(own.device)

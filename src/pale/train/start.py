@@ -1,4 +1,4 @@
-"""What a run starts from: its recipe, and its folder."""
+"""Choose the recipe and the folder of a run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def choose_recipe(
     """Return the recipe of a run, with settings changed under dotted names.
 
     Args:
-        settings: what the run starts from.
-        changes: by dotted name.
+        settings: options of `pale train`.
+        changes: settings of the recipe, by dotted name.
         notes: lines about what was chosen for the user are added.
     """
     resume, config = settings.resume, settings.config
@@ -79,7 +79,7 @@ def choose_folder(settings: RunSettings, name: str, world: World) -> tuple[Path,
 
 
 def free_folder(path: Path) -> Path:
-    """Return the path, numbered where it exists already: runs/x-2."""
+    """Return the path, with a number if it exists already: runs/x-2."""
     number, free = 1, path
     while free.exists():
         number += 1

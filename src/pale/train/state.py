@@ -1,4 +1,4 @@
-"""State of a run: what a checkpoint holds, how it is built, saved and restored.
+"""State of a run, which checkpoints hold: build, save and restore it.
 
 Random numbers derive from (seed, step), so the state holds no random generator.
 """
@@ -136,7 +136,7 @@ def build_state(recipe: Recipe, task: Task, world: World) -> TrainState:
         torch.manual_seed(recipe.seed)
         model = sync_batch_norms(task.model(), world).train()
     freeze_parameters(model, recipe.model.freeze)
-    if not is_sharded:  # else it may not fit
+    if not is_sharded:  # otherwise it may not fit
         model.to(world.device)
     ema = MovingAverage(model, recipe.ema) if recipe.ema else None
     if is_sharded:

@@ -42,7 +42,7 @@ class StepResult:
 
 @dataclass
 class Network:
-    """The model as a step calls it.
+    """The model in the form that a step calls.
 
     Attributes:
         forward: the model, wrapped by DDP or compiled.
@@ -64,7 +64,7 @@ class TrainStep:
         task: prepares batches and computes the loss.
         state: changed by each step.
         sampler: order of the samples of this process.
-        network: the model as it is called.
+        network: the model in the form that a step calls.
         guard: checks steps without waiting for the device; None: each step is checked immediately.
     """
 
@@ -82,7 +82,7 @@ class TrainStep:
         self.sampler, self.network, self.guard = sampler, network, guard
         self.dtype = compute_dtype(recipe.precision, world.device)
         self.uses_cuda_graph = recipe.uses_cuda_graph(world.device.type == "cuda", world.size)
-        # Walking the modules for it takes longer than a small kernel.
+        # Collected once: walking the modules takes longer than a small kernel.
         self.parameters = list(state.model.parameters())
         self.batch_norms = BatchNormBackup(state.model)
         self.schedule: Schedule = make_schedule(
@@ -110,14 +110,14 @@ class TrainStep:
         return StepResult(loss, norm)
 
     def completed(self, lag: int) -> Iterator[StepRecord]:
-        """Yield the records of steps not yet yielded, in order; with a guard all but the last `lag`."""
+        """Yield the records of steps not yet yielded, in order; with a guard, all except the last `lag`."""
         checked, self._checked = self._checked, []
         yield from checked
         if self.guard is not None:
             yield from self.guard.completed(lag)
 
     def rewind(self, step: int) -> None:
-        """Go back to `step`, the first of the last steps that were left out: the weights are still those before it."""
+        """Go back to `step`, the first of the last steps that were skipped: the weights are still those before it."""
         self.zero_grad()
         self.state.step = step
         if self.guard is not None:
@@ -189,7 +189,7 @@ class TrainStep:
         anywhere = self.world.any(bad)[0]
         record = StepRecord(state.step, state.lr, keys, mean, length, anywhere, bad)
         self._checked.append(record)
-        if anywhere:  # the scaler is updated by who decides to continue
+        if anywhere:  # the scaler is updated only if the run continues
             self.batch_norms.restore_if(torch.ones_like(loss))
             return
         state.scaler.step(state.optimizer)
@@ -212,7 +212,7 @@ def build_step(
         recipe: settings of the run.
         world: the processes.
         task: prepares batches and computes the loss.
-        state: of the run.
+        state: state of the run.
         sampler: order of the samples of this process.
         delayed: check each step one step later (see `guard.py`); None: on CUDA only, where an immediate check makes the
             CPU wait. fp16 and shards are always checked immediately.

@@ -11,7 +11,7 @@ class StepClock:
     """Measures steps and seconds since the last log entry; evaluation and saving are paused.
 
     Only time is paused: the steps before and after a pause count, each with its own time. An entry after an
-    evaluation therefore has the throughput of its steps, wherever in its interval the evaluation was.
+    evaluation therefore has the throughput of its steps, independent of the time of the evaluation.
 
     Args:
         step: steps done when the clock starts.
