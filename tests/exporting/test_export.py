@@ -446,7 +446,7 @@ class TestErrors:
     def test_a_file_of_another_project_has_no_note(self, tmp_path: Path) -> None:
         program = torch.export.export(Flat().eval(), (torch.zeros(1, 3, 8, 8),))
         torch.export.save(program, tmp_path / "foreign.pt2")
-        with pytest.raises(ValueError, match="holds no note"):
+        with pytest.raises(ValueError, match="has no metadata"):
             read_about(tmp_path / "foreign.pt2")
         (tmp_path / "broken.onnx").write_text("no")
         with pytest.raises(ValueError, match="cannot be read"):
@@ -460,6 +460,6 @@ class TestErrors:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(f"a/extra/{NOTE}.json", note)
         with pytest.raises(
-            ValueError, match=r"more than 4194304 bytes|nest|recursion|holds no note"
+            ValueError, match=r"more than 4194304 bytes|nest|recursion|has no metadata"
         ):
             read_about(path)

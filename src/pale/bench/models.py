@@ -1,4 +1,4 @@
-"""Speed and memory of whole models, ours beside timm models; `op.py` measures the pieces of a block.
+"""Speed and memory of whole Pale and timm models; `op.py` measures the parts of a block.
 
 Models are warmed up and compiled first and run on random data. Latency is a batch of one, on a GPU as a CUDA graph.
 Inference converts the weights of every model to the dtype, or leaves them in fp32 under autocast; training is forward
@@ -6,7 +6,7 @@ and backward under autocast with fp32 weights, without optimiser and without sto
 
 The FLOPs of a model are two for each multiply-add of PyTorch's own operators, and in training three times that
 (PyTorch's counter counts the backward pass of a depthwise convolution as that of a full one). Peak memory is the peak
-of one step minus what was allocated before the model was built, without the images: the other models do not count.
+of one step minus the memory allocated before the model was built: images and other models are not included.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def bench(
     batches: Sequence[int] = (),
     report: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure whole models, ours first, and return a report that JSON can hold.
+    """Measure whole models, a Pale model first, and return a JSON-serialisable report.
 
     Args:
         models: timm model names.
@@ -243,7 +243,7 @@ def create_model(name: str, size: tuple[int, ...]) -> nn.Module:
 
 
 def _attempt(row: Row, action: Callable[[], T]) -> T | None:
-    """Return the result of `action`. Any failure of a model goes into its row, and the others continue."""
+    """Return the result of `action`. A failure of a model is stored in its row, and the others continue."""
     try:
         return action()
     except Exception as error:

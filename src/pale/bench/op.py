@@ -1,4 +1,4 @@
-"""Speed of the attention and of each fused piece of a block, by stage, beside plain PyTorch.
+"""Speed of the attention and of each fused part of a block, by stage, compared with plain PyTorch.
 
 On a GPU the times are those of CUDA graphs that run through several sets of inputs, together larger than the L2 cache,
 so that neither launch gaps nor the cache are measured. The plain versions are compiled; plain attention is permute,
@@ -101,13 +101,13 @@ def bench_op(
     kernels: Sequence[str] = (),
     report: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure the pieces of a model's blocks and return a report that JSON can hold.
+    """Measure the parts of a model's blocks and return a JSON-serialisable report.
 
     Args:
         model: a Pale model, for the maps of its stages.
         settings: size, device, dtype, rounds and seconds are used.
         batch: batch size; default: 256 on CUDA, 2 on a CPU.
-        stages: numbers of stages from 1; default: all, as for pieces and kernels.
+        stages: numbers of stages from 1; the default of stages, pieces and kernels is all.
         pieces: "attention" or names in `PIECES`.
         kernels: kernels of the plain attention, names in `KERNELS`.
         report: called with the name of each measurement before it starts.
@@ -171,7 +171,7 @@ def _versions(
 
 
 def piece_versions(piece: str) -> dict[str, Callable[..., Any]]:
-    """Return the two versions of a piece of a block: our kernels, and plain PyTorch."""
+    """Return the two versions of a part of a block: fused kernels, and plain PyTorch."""
     return {"fused": getattr(triton_op, piece), "plain": getattr(reference, piece)}
 
 
@@ -223,7 +223,7 @@ def _measure(
     settings: BenchSettings,
     copy: float,
 ) -> None:
-    """Fill in the row: time all versions in turns, the fused one only if its results are right."""
+    """Fill in the row: time all versions in turns, the fused one only if its results are correct."""
     cuda, backward = settings.device == "cuda", row.passes == PASSES[True]
     first = _draw(arguments, settings, False)
     *_, plain = versions.values()
@@ -261,7 +261,7 @@ def _prepare_step(
 ) -> Step:
     """Return a warm step that runs a version on all sets of inputs; on CUDA, plain versions are compiled."""
     torch.compiler.reset()
-    # A cached graph would not know which kernel is chosen.
+    # A cached graph would ignore the choice of the kernel.
     fresh = torch.compiler.config.patch(force_disable_caches=True)  # type: ignore[attr-defined]
     with sdpa_kernel(KERNELS[name]) if name in KERNELS else nullcontext(), fresh:
         if cuda and name != "fused":
@@ -285,7 +285,7 @@ def _check(outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for y, plain in zip(outputs, expected, strict=True):
         error = float((y.float() - plain.float()).norm() / plain.float().norm())
         if not error < TOLERANCE:
-            raise ValueError(f"wrong results: {error:.1%} away from plain PyTorch")
+            raise ValueError(f"wrong results: they differ from plain PyTorch by {error:.1%}")
 
 
 def _draw(arguments: tuple[Any, ...], settings: BenchSettings, gradient: bool) -> list[Any]:

@@ -55,7 +55,7 @@ class BenchSettings:
             )
 
     def plain(self) -> dict[str, Any]:
-        """Return the settings as JSON holds them."""
+        """Return the settings as a JSON object."""
         return {each.name: getattr(self, each.name) for each in fields(BenchSettings)}
 
     def resolved(self) -> BenchSettings:

@@ -1,8 +1,8 @@
-"""Timing and ceilings that all benchmarks share.
+"""Timing and hardware limits for all benchmarks.
 
-Everything that is compared lives in one process and runs in turns, so that other load on the machine slows all of it
-equally. A result is the median over the rounds; on a GPU, CUDA events measure the time. The ceilings are the speed
-of a large matrix product and of a large copy, measured in the same process.
+All compared versions run in turns in one process, so that other load on the machine slows them equally. A result is
+the median over the rounds; on a GPU, CUDA events measure the time. The limits are the speed of a large matrix
+product and of a large copy, measured in the same process.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 The input of each file is normalised images, float32 (batch, 3, height, width), of any batch size, height and width.
 The output is logits: (batch, classes) of a classifier, (batch, classes, height, width) of a segmenter. The file of a
 detector takes one image and returns a fixed number of boxes, scores, labels and masks; entries without an object have
-score 0. A file holds a note (`read_about`): task, class names, how images are resized and normalised.
+score 0. A file contains metadata (`read_about`): task, class names, and how images are resized and normalised.
 
-A file is checked before it gets its name: it is read back, and its outputs are compared with those of PyTorch at three
-sizes. int8 is onnxruntime's dynamic quantisation of the linear layers, weights by channel; torch.ao's quantisation is
-no longer maintained, and the ONNX file runs without torch.
+A file is checked before it gets its final name: it is loaded, and its outputs are compared with those of PyTorch at
+three sizes. int8 is onnxruntime's dynamic quantisation of the linear layers, weights by channel; torch.ao's
+quantisation is no longer maintained, and the ONNX file runs without torch.
 
 The format triton is a folder of a Triton model repository, with such an ONNX file (`triton_repository`).
 """
@@ -44,7 +44,7 @@ OPSET = 20
 
 @dataclass(frozen=True)
 class Exported:
-    """A file, and its comparison with PyTorch."""
+    """An exported file and its comparison with PyTorch."""
 
     path: Path
     format: Format
@@ -55,7 +55,7 @@ class Exported:
     data: OnData | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the values as JSON holds them."""
+        """Return the values as a JSON object."""
         return asdict(self) | {
             "path": str(self.path),
             "checks": [asdict(c) | {"share": c.share} for c in self.checks],
@@ -79,16 +79,16 @@ def export(
 
     Args:
         source: a run's folder, weights, a model's name, or a module.
-        path: the file; of triton the folder REPOSITORY/NAME. It appears after it has passed the check.
+        path: the file; for triton the folder REPOSITORY/NAME. It is created after it has passed the check.
         format: pt2 (torch.export), aoti (AOTInductor), onnx, int8 (ONNX, quantised), or triton (a model repository
-            with an ONNX file). By default by the suffix of the path: .pt2 or .onnx.
-        recipe: for weights of another project: the recipe that describes the model.
-        device: of aoti: cpu or cuda.
-        fixed: export for one size only, the first of `sizes`; for models that accept no other.
-        opset: of ONNX.
+            with an ONNX file). The default depends on the suffix of the path: .pt2 or .onnx.
+        recipe: name of the recipe of the model, for weights of another project.
+        device: device of an aoti file: cpu or cuda.
+        fixed: export for one size only, the first of `sizes`; for models that accept a single size.
+        opset: ONNX opset version.
         sizes: (batch, height, width) to check at; by default three around the size of the model.
-        data: a folder of images on which both are compared; if their folders are named like the classes, with the
-            accuracy of both.
+        data: a folder of images on which file and model are compared; if its folders are named like the classes,
+        their accuracy is compared too.
         say: is called with progress messages.
     """
     if format == "triton":
@@ -131,7 +131,7 @@ def export(
 
 
 def read_about(path: str | Path) -> dict[str, Any]:
-    """Read the note in a file that `export` wrote."""
+    """Read the metadata of a file that `export` wrote."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"there is no file {path}; give a file that pale export wrote")
@@ -146,12 +146,12 @@ def read_about(path: str | Path) -> dict[str, Any]:
             f"{path} cannot be read ({first_line(error)}); give a file that pale export wrote"
         ) from None
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds no note; was it written by pale export?")
+        raise DataError(f"{path} has no metadata; was it written by pale export?")
     return found
 
 
 def _archived(path: Path) -> str | None:
-    """Read the note in a .pt2, which is a zip file; no code in it is run."""
+    """Read the metadata of a .pt2, which is a zip file; no code in it is run."""
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             alone = name.endswith(f"extra/{NOTE}.json")
@@ -180,7 +180,7 @@ def _format(path: Path, format: str | None) -> Format:
     suffix = ".pt2" if format in ("pt2", "aoti") else ".onnx"
     if path.suffix != suffix:
         raise SettingsError(
-            f"a file of format {format} must end in {suffix}, as loaders require it, got {path.name!r}"
+            f"a file of format {format} must end in {suffix}, which loaders require, got {path.name!r}"
         )
     return format  # type: ignore[return-value]
 
@@ -192,10 +192,10 @@ def _target(path: Path) -> Path:
 
 
 def _temporary(target: Path) -> Path:
-    """Create a file next to the target before the work: it should not fail after minutes because of the folder."""
+    """Create a file next to the target first, so that an unwritable folder is reported before minutes of work."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # The suffix stays: loaders check it.
+        # Keep the suffix: loaders check it.
         handle, name = tempfile.mkstemp(target.suffix, f".{target.stem}.", target.parent)
     except OSError as error:
         raise SettingsError(

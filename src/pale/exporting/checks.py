@@ -1,4 +1,4 @@
-"""Compare an exported file with PyTorch: how far its outputs differ, and how fast it is."""
+"""Compare the outputs and the speed of an exported file with PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..tasks.pipeline import Pipeline
 from .writers import ExportError, Run, Say, as_tuple
 
 Size = tuple[int, int, int]  # batch, height, width
-ROUNDS, SECONDS = 10, 2.0  # of timing, at each size, whichever ends first
+ROUNDS, SECONDS = 10, 2.0  # limits of the timing at each size; the first one reached ends it
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Check:
 
     Attributes:
         size: batch, height, width.
-        difference: largest difference of an output; of a detector, of boxes (as shares of the longer side), scores and
-            masks of the objects that both found, or 1 if their objects are too different.
-        scale: largest absolute output of PyTorch; of a detector 1.
+        difference: largest difference of an output; for a detector, of boxes (relative to the longer side), scores and
+        masks of the objects that both found, or 1 if their objects differ too much.
+        scale: largest absolute output of PyTorch; 1 for a detector.
         torch_ms: milliseconds of the model in eager mode.
         ms: milliseconds of the file.
     """
@@ -43,7 +43,7 @@ class Check:
 
     @property
     def share(self) -> float:
-        """The difference as a share of the scale."""
+        """The difference relative to the scale."""
         return self.difference / self.scale if self.scale else self.difference
 
 
@@ -67,13 +67,13 @@ class OnData:
 
 @torch.no_grad()
 def check(model: nn.Module, run: Run, images: Tensor, pipeline: Pipeline) -> Check:
-    """Run model and file on the same images, and compare outputs and times."""
+    """Run model and file on the same inputs, and compare outputs and times."""
     b, _, h, w = images.shape
     wanted, got = as_tuple(model(images)), run(images)
     for one, other in zip(wanted, got, strict=True):
         if one.shape != other.shape:
             raise ExportError(
-                f"the file gives a tensor of shape {tuple(other.shape)} in place of {tuple(one.shape)} for "
+                f"the file returns a tensor of shape {tuple(other.shape)} instead of {tuple(one.shape)} for "
                 f"{b} images of {h}x{w}"
             )
     difference, scale = pipeline.compare(wanted, got, max(h, w))
@@ -87,8 +87,8 @@ def must_pass(checks: Sequence[Check], bound: float) -> None:
         if not one.share <= bound:
             b, h, w = one.size
             raise ExportError(
-                f"the file does not compute the same as PyTorch: at {b} x {h} x {w} an output is off by "
-                f"{one.difference:.3g}, where the largest is {one.scale:.3g} (allowed: {bound:.0e} of it); "
+                f"the file does not compute the same as PyTorch: at {b} x {h} x {w} an output differs by "
+                f"{one.difference:.3g}, the largest is {one.scale:.3g} (allowed: {bound:.0e} of it); "
                 "nothing was written; please report it"
             )
 
@@ -110,7 +110,7 @@ def median_ms(call: Callable[[], object], cuda: bool = False) -> float:
 
 
 def images_in(folder: Path, loaded: ModelBundle) -> list[tuple[Path, int | None]]:
-    """Return images with the number of their class, if their folder is named like one."""
+    """Return images with their class index, if their folder is named like a class."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; give a folder of images")
     found = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in SUFFIXES]

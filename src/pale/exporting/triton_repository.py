@@ -1,6 +1,6 @@
 """A model repository of NVIDIA's Triton Inference Server: the ONNX file, its configuration and its labels.
 
-    REPOSITORY/NAME/config.pbtxt      inputs, outputs, dynamic batching, warm-up, the note of the file
+    REPOSITORY/NAME/config.pbtxt      inputs, outputs, dynamic batching, warm-up, metadata of the file
     REPOSITORY/NAME/labels.txt        a class name per line
     REPOSITORY/NAME/1/model.onnx      version 1
 
@@ -24,9 +24,11 @@ from ..predict.bundle import ModelBundle
 
 VERSION = "1"
 CONFIG, LABELS, MODEL = "config.pbtxt", "labels.txt", "model.onnx"
-QUEUE_MICROSECONDS = 5000  # that the first request of a batch waits for others, as in `pale serve`
+QUEUE_MICROSECONDS = (
+    5000  # time that the first request of a batch waits for others, as in `pale serve`
+)
 VALID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# ONNX's numbers of the types that our files have.
+# ONNX's numbers of the types in exported files.
 TYPES = {1: "TYPE_FP32", 7: "TYPE_INT64"}
 Tensor = tuple[str, str, tuple[int, ...]]  # name, type, sizes
 
@@ -65,10 +67,10 @@ def write_configuration(
     """Write config.pbtxt and labels.txt beside a model file.
 
     Args:
-        folder: of the model.
-        name: of the model.
+        folder: folder of the model.
+        name: name of the model.
         bundle: the model that was exported.
-        about: the note in the file.
+        about: metadata of the file.
     """
     inputs, outputs = read_tensors(folder / VERSION / MODEL)
     classes = [_one_line(name) for name in about["classes"]]
@@ -108,13 +110,13 @@ def configuration(
     """Return the text of config.pbtxt.
 
     Args:
-        name: of the model.
-        inputs: of the file.
-        outputs: of the file.
+        name: name of the model.
+        inputs: inputs of the file.
+        outputs: outputs of the file.
         batch: maximum batch size; 0: the model has no batches.
-        side: of the images of the warm-up.
+        side: side of the images of the warm-up.
         classes: number of class names; 0: there is no file of labels.
-        about: the note in the file, which becomes a parameter without its class names.
+        about: metadata of the file, which becomes a parameter, without the class names.
     """
     note = {key: value for key, value in about.items() if key != "classes"}
     lines = [
@@ -161,5 +163,5 @@ def quote(text: str) -> str:
 
 
 def _one_line(name: str) -> str:
-    """Return a class name that cannot begin another line of the file."""
+    """Return a class name without line breaks."""
     return "".join(c if c.isprintable() else " " for c in name)

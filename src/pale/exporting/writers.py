@@ -1,4 +1,4 @@
-"""The formats: each writes a traced model to a file and returns the file as a function."""
+"""Writers of the formats: each writes a traced model to a file and returns the file as a function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..ops.sizes import every_size, fixed_sizes, symbolic_sizes
 Run = Callable[[Tensor], tuple[Tensor, ...]]
 Say = Callable[[str], object]
 
-NOTE = "pale"  # name of the note in a file
+NOTE = "pale"  # name of the metadata in a file
 MAX_SIZES = {"batch": 256, "side": 8192}
 TRACED = (388, 521)  # height and width of the example for AOTInductor
 
@@ -32,16 +32,16 @@ class ExportError(PaleError, RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """What is written.
+    """A model to be written, with its options.
 
     Attributes:
         model: normalised images in, tensors out.
         outputs: their names.
         example: images to trace with.
-        about: the note.
+        about: metadata.
         fixed: only the height and width of the example.
         single: one image at a time.
-        opset: of ONNX.
+        opset: ONNX opset version.
     """
 
     model: nn.Module
@@ -103,7 +103,7 @@ def _aoti(job: Job, path: Path, report: Say) -> Run:
     if job.fixed:
         program = _program(job)
     else:
-        # Large enough for several groups everywhere: a trace with one group does not hold for several.
+        # Large enough for several groups in every stage: a trace with one group is not valid for several.
         large = job.example[:1, :, :1, :1].new_zeros(2, job.example.shape[1], *TRACED)
         program = _program(replace(job, example=large), ranges=False, sizes_are=symbolic_sizes)
     report("compiling (takes minutes)")
@@ -151,7 +151,7 @@ def _onnx(job: Job, path: Path, report: Say) -> Run:
 
 
 def _name_sizes(graph: Any) -> None:
-    """Name the sizes batch, height and width, in place of the exporter's names such as s34."""
+    """Name the sizes batch, height and width, instead of the exporter's names such as s34."""
 
     def dims(value: Any) -> Any:
         return value.type.tensor_type.shape.dim
@@ -225,7 +225,7 @@ def run_onnx(path: Path) -> Run:
 
 
 def as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return outputs as a tuple, also if there is one."""
+    """Return outputs as a tuple, also if there is only one."""
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 

@@ -1,8 +1,9 @@
 """Write predictions as annotations that other tools import: COCO (CVAT, FiftyOne), YOLO and Label Studio.
 
-Images are named relative to the folder that was given, as these tools look them up. A region is a box, a shape, or
-both; without either it is a class of the whole image, which only Label Studio has. A segmenter's class `background`
-is not an object and is left out. Shapes are exact: run-length codes, or outlines along the edges of pixels.
+Images are named relative to the given folder, because these tools look them up there. A region is a box, a shape, or
+both; without either it is a class of the whole image, which only Label Studio supports. A segmenter's class
+`background` is not an object and is left out. Shapes are exact: run-length codes, or outlines along the edges of
+pixels.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .bundle import ModelBundle
 
 AnnotationFormat = Literal["coco", "yolo", "label-studio"]
 BACKGROUND = "background"
-LOCAL_FILES = "/data/local-files/?d="  # of Label Studio with local storage
+LOCAL_FILES = "/data/local-files/?d="  # URL prefix of Label Studio with local storage
 RUN_SIZES = (3, 4, 8, 16)  # bits of a run length in Label Studio's code
 
 
@@ -36,9 +37,9 @@ class AnnotationWriter(ABC):
     """Writes the regions of predictions.
 
     Args:
-        folder: where files are written; it exists.
-        classes: names of the model.
-        roots: folders that images are named relative to; others are named without a folder.
+        folder: existing folder for the files.
+        classes: class names of the model.
+        roots: folders that image names are relative to; other images are named without a folder.
     """
 
     whole_images: ClassVar[bool] = False  # whether a class of a whole image can be written
@@ -114,7 +115,7 @@ class CocoWriter(AnnotationWriter):
 
 
 class YoloWriter(AnnotationWriter):
-    """Writes yolo/labels/NAME.txt and yolo/data.yaml; images belong into yolo/images.
+    """Writes yolo/labels/NAME.txt and yolo/data.yaml; yolo/images is the place for the images.
 
     A shape is a polygon, an object without one a box. Parts and holes of a shape are joined to one polygon. There is no
     score, so that the files can be used as labels.
@@ -250,7 +251,7 @@ def annotation_writer(
         form: name of the format.
         folder: where files are written; it exists.
         model: whose predictions are written.
-        inputs: images and folders that are predicted; images are named relative to the folders.
+        inputs: predicted images and folders; images are named relative to the folders.
         url: Label Studio: beginning of the images' addresses; None: its local storage.
     """
     roots = [path for path in inputs if path.is_dir()]

@@ -24,17 +24,17 @@ from ..weights import zoo
 from ..weights.compare import load_into
 from ..weights.read import load_header, load_rest
 
-UNTRAINED_SEED = 0  # two commands about one untrained model have the same weights
+UNTRAINED_SEED = 0  # so that two commands with one untrained model have the same weights
 
 
 @dataclass(frozen=True)
 class ModelBundle:
-    """A model and its inference.
+    """A model and its inference pipeline.
 
     Attributes:
         model: in evaluation mode, in float32 on the CPU.
         pipeline: preprocessing, prediction and postprocessing of the task.
-        name: of the architecture.
+        name: name of the architecture.
         source: where it comes from, as text.
         trained: whether weights were loaded; otherwise they are random.
     """
@@ -63,15 +63,15 @@ class ModelBundle:
         return f"{self.name} is untrained: its results mean nothing; give a run with --weights RUN"
 
     def preprocess(self, image: Image.Image) -> Tensor:
-        """Return an RGB image as the model is evaluated on it: (3, h, w), uint8."""
+        """Return an RGB image preprocessed as in evaluation: (3, h, w), uint8."""
         return self.pipeline.preprocess(image)
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Uint8 (b, 3, h, w) -> float32, as the model takes it."""
+        """Normalise uint8 (b, 3, h, w) to float32 for the model."""
         return self.pipeline.normalise(images)
 
     def about(self) -> dict[str, Any]:
-        """Return what an exported file holds about the model, as JSON holds it."""
+        """Return the metadata of an exported file, as JSON values."""
         pipeline = self.pipeline
         return {
             "task": pipeline.kind,
@@ -90,7 +90,7 @@ def load(source: str | Path | nn.Module | ModelBundle, recipe: str | None = None
 
     Args:
         source: run folder, weights file, name listed by `pale weights`, model name, or module.
-        recipe: for weights of another project, the name of the recipe that describes the model.
+        recipe: name of the recipe of the model, for weights of another project.
     """
     if isinstance(source, ModelBundle):
         return source
@@ -99,7 +99,7 @@ def load(source: str | Path | nn.Module | ModelBundle, recipe: str | None = None
     path = Path(source)
     if not path.exists() and (known := zoo.find_file(str(source))) is not None:
         path = known
-    # A word that is not a path on this machine, and does not look like one, is a name.
+    # A word that is neither an existing path nor looks like one is a name.
     if not path.exists() and path.name == str(source) and path.suffix != ".safetensors":
         if recipe is not None:
             raise WeightsError(

@@ -1,4 +1,4 @@
-"""Write predictions into a folder: JSON lines and CSV rows as they come, and drawn images."""
+"""Write predictions into a folder: JSON lines and CSV rows, one after the other, and drawn images."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..core.escaping import csv_row
 from ..tasks.prediction import Collector, Prediction
 from .annotations import AnnotationWriter
 
-QUALITY = 90  # of JPEG
+QUALITY = 90  # quality of JPEG files
 MAX_NAME = 180  # bytes of the name of an output file or folder
 
 
 class Folder:
-    """Writes predictions into a folder; what was added is kept if the program ends early.
+    """Writes predictions into a folder; results so far are kept if the program ends early.
 
     `predictions.jsonl` and `predictions.csv` grow with each image. A task may add further images, such as NAME_mask.png
     of segmentation, and a file of all predictions when the folder is closed, such as objects.json of detection.
@@ -28,7 +28,7 @@ class Folder:
     Args:
         path: the folder; it is created. Results of an earlier call in it are replaced.
         drawn: write NAME_predicted.jpg, the prediction drawn on the image.
-        flush: pass each line on to the system at once.
+        flush: pass each line to the system immediately.
     """
 
     annotations: AnnotationWriter | None = (
@@ -56,8 +56,8 @@ class Folder:
         """Write one prediction.
 
         Args:
-            prediction: to be written.
-            stem: beginning of the names of its images; None: no images are written.
+            prediction: prediction to write.
+            stem: prefix of the names of its images; None: no images are written.
             where: further values of its line and rows, such as the frame of a video.
         """
         more = dict(where or {})
@@ -100,7 +100,7 @@ class Folder:
         """Close the files; the file of all predictions holds those so far."""
         if self._lines.closed:
             return
-        with ExitStack() as both:  # the second too if the disk is full
+        with ExitStack() as both:  # close the second too if the disk is full
             both.callback(self._rows.close)
             both.callback(self._lines.close)
         if self._collector is not None:
@@ -110,10 +110,10 @@ class Folder:
 
 
 def output_stem(name: str) -> str:
-    """Return the name of an image's files, below the output folder for every name.
+    """Return the name of an image's files, which is always inside the output folder.
 
-    The suffix stays (`a.jpg_mask.png`): one of several jobs does not know the names of the others. A name that leads
-    elsewhere, or is too long for a file system, gets a hash instead.
+    The suffix is kept (`a.jpg_mask.png`), because one of several jobs does not know the names of the others. A name
+    that refers to another folder, or is too long for a file system, is replaced by a hash.
     """
     path = PurePosixPath(name.replace("\\", "/"))
     parts = path.parts

@@ -1,4 +1,4 @@
-"""Turn whatever a user has as an image into an RGB image of Pillow."""
+"""Convert paths, bytes, arrays and tensors to RGB images of Pillow."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from ..data.reading import (
 
 @runtime_checkable
 class LazyImage(Protocol):
-    """An image that is fetched when it is its turn, such as one of an archive or an object store."""
+    """An image that is read when it is needed, such as one of an archive or an object store."""
 
     @property
     def name(self) -> str:
         """Name in results."""
 
     def load(self) -> str | os.PathLike[str] | bytes:
-        """Return its path or its content; safe in any thread."""
+        """Return its path or its content; thread-safe."""
 
 
 ImageLike = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any] | Tensor
 
 
 def as_image(what: ImageLike, name: str = "image") -> Image.Image:
-    """Return an RGB image: rotated as EXIF says, with transparent pixels blended with white.
+    """Return an RGB image, rotated by its EXIF orientation, with transparent pixels blended with white.
 
     Args:
         what: a path, a file's bytes, an image of Pillow, an array (h, w), (h, w, 1), (h, w, 3) or (h, w, 4), or a
             tensor (1, h, w), (3, h, w) or (4, h, w); values are uint8, or floats from 0 to 1.
-        name: for messages.
+        name: name for messages.
     """
     if isinstance(what, str | os.PathLike):
         return read_image(what)
@@ -100,7 +100,7 @@ def _require_size(size: tuple[int, int], name: str) -> None:
 
 
 def pixel_count(what: ImageLike) -> int:
-    """Return the number of pixels of an image from its header alone; 0 if that cannot be read."""
+    """Return the number of pixels of an image from its header; 0 if it cannot be read."""
     if isinstance(what, np.ndarray | Tensor):
         return int(np.prod(what.shape)) // 3
     if isinstance(what, Image.Image):

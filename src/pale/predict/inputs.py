@@ -1,4 +1,4 @@
-"""Images and videos given as paths: predict them one after the other and write the results."""
+"""Predict images and videos, given as paths or addresses, and write the results."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def find_items(
 
     Args:
         sources: images, folders, list files and tar archives: paths, or addresses that a user typed.
-        shard: which of their images.
+        shard: shard of their images.
         remote: how addresses are read.
     """
     if videos := [name for name in sources if name.lower().endswith(SUFFIXES)]:
         raise SettingsError(
-            f"images are expected, in folders, lists or archives, got the video {display_name(videos[0])}; predict it "
-            "by itself, from a local file"
+            f"expected are images, folders, lists or archives, got the video {display_name(videos[0])}; predict it "
+            "separately, from a local file"
         )
     addresses = [source for source in sources if is_remote(source)]
     if not addresses:
@@ -85,7 +85,7 @@ class Inputs:
 
         Args:
             predictor: model.
-            folder: where results are written; None: nowhere.
+            folder: folder for the results; None: nothing is written.
             every: use every N-th frame of a video.
             track: shows the progress.
         """

@@ -11,13 +11,13 @@ from ..errors import MemoryShortageError
 def prediction_shortage(
     memory: Memory, error: BaseException, sizes: Sequence[tuple[int, int]], batch: int
 ) -> MemoryShortageError:
-    """Return an error that lists what needs less memory.
+    """Return an error that lists ways to use less memory.
 
     Args:
         memory: which memory ran out.
         error: the allocator's error.
         sizes: width and height of the images of the call.
-        batch: images that go through the model together.
+        batch: batch size.
     """
     w, h = max(sizes, key=lambda size: size[0] * size[1])
     ways = [f"a smaller batch (now {batch})"] * (min(batch, len(sizes)) > 1)

@@ -1,4 +1,4 @@
-"""Inference with a model of any task, on images of any form and size."""
+"""Inference with a model of any task, on images of any type and size."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from .bundle import ModelBundle, load
 from .images import ImageLike, LazyImage, as_image, name_of, pixel_count
 from .memory import prediction_shortage
 
-READERS = 2  # threads that decode images ahead
-SMALL_FILE = 2**22  # bytes of a file that is read in one piece
+READERS = 2  # threads that decode images in advance
+SMALL_FILE = 2**22  # files up to this size are read in one piece
 # An image below this part of MAX_HELD, for a batch, is decoded as soon as it is opened.
 SMALL_SHARE = 8
-MAX_HELD = 2**27  # pixels of images that are read ahead; a larger image is read alone
+MAX_HELD = 2**27  # maximum pixels of images read in advance; a larger image is read alone
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An image that could not be read or predicted, and why."""
+    """An image that could not be read or predicted, with the reason."""
 
     name: str
     reason: str
@@ -44,7 +44,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Read:
-    """An image as it was read, and as the model takes it; None if it could not be prepared."""
+    """A decoded image and the model input; the latter is None if it could not be prepared."""
 
     name: str
     image: Image.Image
@@ -53,7 +53,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Waiting:
-    """An image that is being read ahead."""
+    """An image that is being read in advance."""
 
     name: str
     pixels: int
@@ -64,26 +64,26 @@ class Predictor:
     """A trained model for images: paths, bytes, images of Pillow, arrays, tensors.
 
     Args:
-        source: a run's folder, a .safetensors file, a name of `pale weights`, a model's name, or a module; by default
-            the weights that come with the package for the task.
+        source: a run's folder, a .safetensors file, a name listed by `pale weights`, a model's name, or a module; by
+        default the included weights for the task.
         task: "classification", "segmentation" or "detection"; by default the task of the model.
-        recipe: for weights of another project: the name of the recipe that describes the model.
+        recipe: name of the recipe of the model, for weights of another project.
         device: by default the GPU if there is one.
-        top: classification: how many classes a result lists.
-        score: detection: minimum score of an object; models of tags: minimum probability of a tag.
-        most: detection: maximum number of objects in an image; by default as it was evaluated.
-        own_size: segmentation, detection: do not resize images before.
-        slide: segmentation: use windows.
+        top: classification: number of classes in a result.
+        score: detection: score threshold; multi-label classification: probability threshold of a tag.
+        most: detection: maximum number of objects in an image; by default as in evaluation.
+        own_size: segmentation, detection: do not resize images.
+        slide: segmentation: use sliding windows.
         multi: segmentation: use several scales, with flipped images.
-        batch: maximum number of images of one size that go through the model together; by default 16 (fewer above 384
-            pixels), or 4 where results are as large as images.
+        batch: maximum batch size, of images of one size; by default 16 (fewer above 384 pixels), or 4 if results are
+        as large as images.
 
     Attributes:
-        loaded: the model, and its inference.
+        loaded: the model and its inference pipeline.
         task: its kind.
         classes: names.
-        options: those that change predictions.
-        batch_size: images that go through the model together.
+        options: options that change predictions.
+        batch_size: maximum batch size.
     """
 
     def __init__(
@@ -127,12 +127,12 @@ class Predictor:
         return self._predict([read], [name or name_of(image)])[0]
 
     def batch(self, images: Sequence[ImageLike]) -> list[Prediction]:
-        """Predict several images, in their order; those of one size go through the model together."""
+        """Predict several images, in their order; images of one size form batches."""
         names = [name_of(image, number) for number, image in enumerate(images)]
         return self._predict([as_image(x, n) for x, n in zip(images, names, strict=True)], names)
 
     def prepare(self, image: Image.Image) -> Tensor:
-        """Return an RGB image as `predict` takes it, (3, h, w), uint8; safe in any thread."""
+        """Return an RGB image preprocessed for `predict`, (3, h, w), uint8; thread-safe."""
         self.loaded.pipeline.require_size(image)
         return self.loaded.pipeline.prepare(image)
 
@@ -143,9 +143,9 @@ class Predictor:
         return self._predict(images, names, prepared)
 
     def stream(self, images: Iterable[ImageLike | LazyImage]) -> Iterator[Prediction | Failed]:
-        """Predict any number of images, in their order; those of the next batch are read and prepared meanwhile.
+        """Predict any number of images, in their order, while the next batch is read and prepared.
 
-        An image that cannot be read or predicted yields `Failed`, and the rest go on.
+        An image that cannot be read or predicted yields `Failed`; the others are still predicted.
         """
         readers = ThreadPoolExecutor(READERS)
         try:
@@ -190,10 +190,10 @@ class Predictor:
             yield from self._next(waiting)
 
     def _open(self, image: ImageLike | LazyImage, name: str) -> Read | tuple[ImageLike, int]:
-        """Read a small image at once; return a larger one, which must wait for memory, with its number of pixels."""
+        """Read a small image; return a larger one, which must wait for memory, with its number of pixels."""
         loaded = image.load() if isinstance(image, LazyImage) else image
         if isinstance(loaded, str | os.PathLike):
-            with suppress(OSError):  # of a file that cannot be read, `_read` returns the reason
+            with suppress(OSError):  # if a file cannot be read, `_read` returns the reason
                 loaded = read_bytes(loaded, SMALL_FILE)
         pixels = pixel_count(loaded)
         if 0 < pixels <= MAX_HELD // (SMALL_SHARE * self.batch_size):
@@ -201,7 +201,7 @@ class Predictor:
         return loaded, pixels
 
     def _read(self, image: ImageLike, name: str) -> Read:
-        """Decode an image and prepare it; where preparing fails, `_safely` repeats it and returns the reason."""
+        """Decode an image and prepare it; if preparing fails, `_safely` repeats it and returns the reason."""
         read = as_image(image, name)
         try:
             return Read(name, read, self.prepare(read))
@@ -270,11 +270,11 @@ def _failed(name: str, error: BaseException) -> Failed:
 
 
 def _packaged_weights(task: str) -> str:
-    """Return the name of the weights that come with the package."""
+    """Return the name of the included weights of a task."""
     found = zoo.default_name(task)
     if found is None:
         raise WeightsError(
-            f"no weights for {task} come with this installation; give a run's folder or a .safetensors file (--weights)"
+            f"this installation includes no weights for {task}; give a run's folder or a .safetensors file (--weights)"
         )
     return found
 
@@ -282,11 +282,11 @@ def _packaged_weights(task: str) -> str:
 def load_predictor(
     settings: InferenceSettings, recipe: str | None, warn: Callable[[str], None]
 ) -> Predictor:
-    """Return the predictor of settings.
+    """Return the predictor for settings of the command line.
 
     Args:
         settings: model and options.
-        recipe: recipe of the model, for weights of other programs.
+        recipe: name of the recipe of the model, for weights of another project.
         warn: called with the warning about the weights, if there is one.
     """
     names = ("device", "top", "score", "own_size", "slide", "multi", "batch")

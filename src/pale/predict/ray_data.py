@@ -35,18 +35,18 @@ Columns = dict[str, Any]
 class BatchPredictor:
     """Predicts batches of a Ray dataset.
 
-    A batch has the column `path`, and `bytes` with the content of the files, unless workers can read the paths
-    themselves. The result has one row for each image, in the order of the batch:
+    A batch has the column `path`, and a column `bytes` with the content of the files unless workers can read
+    the paths. The result has one row for each image, in the order of the batch:
 
-    - `path`: as it was given.
+    - `path`: the path of the input.
     - `result`: the prediction as JSON, as in predictions.jsonl; empty if the image failed.
-    - `error`: why it failed; empty if it did not.
+    - `error`: the reason of a failure; empty if there was none.
     - `embedding`: with `embeddings`, the pooled features before the classifier, float32; zeros if the image failed.
 
     Args:
         source: as for `Predictor`; workers on other machines must be able to read it.
         embeddings: add the column of that name; for classifiers.
-        options: of `Predictor`.
+        options: options of `Predictor`.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ def predict_to_parquet(
     """Predict images with Ray Data and write Parquet files with the columns of `BatchPredictor`.
 
     Args:
-        paths: images that every machine can read under these names.
+        paths: images; every machine must be able to read these paths.
         source: as for `Predictor`.
         output: folder that every machine can write to.
-        workers: processes with a model each.
-        batch_size: images that a worker is given at a time.
-        gpus: of each worker; may be a fraction.
+        workers: number of processes, each with a model.
+        batch_size: images per call of a worker.
+        gpus: number of GPUs of each worker; may be a fraction.
         embeddings: add the column of that name.
-        options: of `Predictor`.
+        options: options of `Predictor`.
     """
     try:
         import ray.data

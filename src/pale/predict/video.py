@@ -18,7 +18,7 @@ from ..errors import UnavailableError
 
 SUFFIXES = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg")
 DEFAULT_RATE = 25
-MAX_RATE = 1000  # frames per second; a higher rate is a damaged header
+MAX_RATE = 1000  # frames per second; a higher rate means a damaged header
 # Only the containers of these suffixes: playlists and lists of files, such as FFmpeg's concat, open other files.
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,avi,matroska,webm,mpeg,mpegts,mpegvideo"
 
@@ -28,8 +28,8 @@ class Frame:
     """An image of a video.
 
     Attributes:
-        number: from 0.
-        seconds: since the beginning.
+        number: number of the frame, from 0.
+        seconds: time since the beginning of the video.
         image: RGB.
     """
 
@@ -57,7 +57,7 @@ def _opened(path: Path) -> Iterator[Any]:
         ):
             if not file.streams.video:
                 raise UnreadableImageError(f"{name}: it has no images, only sound")
-            # The size in the container and that in the stream may differ; this bounds what is allocated.
+            # The sizes in the container and in the stream may differ; this bounds the allocation.
             file.streams.video[0].codec_context.options = {"max_pixels": str(MAX_PIXELS)}
             yield file
     except av.FFmpegError as error:
@@ -118,7 +118,7 @@ class Film:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Finish the file, also after an error: it holds the frames so far."""
+        """Complete the file, also after an error: it contains the frames so far."""
         if self._file is not None:
             for packet in self._stream.encode():
                 self._file.mux(packet)

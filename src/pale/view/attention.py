@@ -159,7 +159,7 @@ class BackboneTrace:
         return torch.stack([masks[chosen.kind(n)] for n in range(chosen.heads)]).numpy()
 
     def rollout(self, stage: int, at: Token) -> Array:
-        """Return where the content of the token `at` comes from in the first stage, (h, w), with a sum of one.
+        """Return the shares of the tokens of the first stage in the token `at`, (h, w), with a sum of one.
 
         The token is taken after the last block of its stage.
         """
@@ -203,7 +203,7 @@ class AttentionTrace(BackboneTrace):
         self.scores = self._class_scores()
 
     def plain(self, point: tuple[float, float]) -> dict[str, Any]:
-        """Return the model, the token of each stage at a point, and the best classes, as JSON holds them."""
+        """Return the model, the token of each stage at a point, and the best classes, as a JSON object."""
         return {
             "model": self.bundle.name,
             "trained": self.bundle.trained,
@@ -217,9 +217,7 @@ class AttentionTrace(BackboneTrace):
         """Return the best classes as a line, or a warning if the model is untrained."""
         if not self.bundle.trained:
             name = self.bundle.name
-            return (
-                f"{name} is untrained: its attention is that of random weights; give --weights RUN"
-            )
+            return f"{name} is untrained, so its attention is random; give --weights RUN"
         return ", ".join(f"{score.name} {100 * score.share:.1f} %" for score in self.scores[:TOP])
 
     def _run(self, images: Tensor) -> None:
@@ -255,7 +253,7 @@ class AttentionTrace(BackboneTrace):
             won = logits.argmax(0) == number
             target = target[won].sum() if won.any() else target.sum()
         chosen = self._stage(stage)
-        if number not in self._cams:  # one backward pass gives the maps of all stages
+        if number not in self._cams:  # one backward pass computes the maps of all stages
             gradients = torch.autograd.grad(target, self._maps, retain_graph=True)
             self._cams[number] = [
                 (g.mean((2, 3), keepdim=True) * m).sum(1)[0].detach().clamp(min=0).numpy()
@@ -284,9 +282,8 @@ def trace_attention(
 
     Args:
         image: a file, or a Pillow image.
-        source: a run folder, weights, a model name (untrained) or a module; default: the classifier that comes with
-            the package.
-        recipe: for weights without one: the recipe that defines the model.
+        source: a run folder, weights, a model name (untrained) or a module; default: the included classifier.
+        recipe: name of the recipe of the model, for weights without one.
         size: short side of the image for the model; default: the training size of a classifier, otherwise 224.
     """
     if source is None:
@@ -303,7 +300,7 @@ def trace_attention(
 
 
 def default_size(bundle: ModelBundle) -> int:
-    """Return the short side of traced images, unless the user gives one."""
+    """Return the default short side of traced images."""
     return bundle.pipeline.trace_size(DEFAULT_SIZE, MAX_SIZE)
 
 
@@ -316,7 +313,7 @@ def propagate(block: Block, shares: Tensor) -> Tensor:
     for number, kind in enumerate(kinds):
         heads = slice(number * block.heads // len(kinds), (number + 1) * block.heads // len(kinds))
         members = block.region.members(kind, h, w).flatten(1)
-        split = shares / members.sum(0) / len(kinds)  # a token of two pales gives half to each
+        split = shares / members.sum(0) / len(kinds)  # a token of two pales passes half to each
         for group in members:
             t = group.nonzero().squeeze(1)
             scores = q[heads, t] @ k[heads, t].mT * q.shape[-1] ** -0.5
@@ -325,7 +322,7 @@ def propagate(block: Block, shares: Tensor) -> Tensor:
 
 
 def undo_merging(shares: Tensor, size: tuple[int, int]) -> Tensor:
-    """Pass the share of each token, (h, w), in equal parts to the tokens of the larger map that its merging reads."""
+    """Distribute the share of each token, (h, w), equally over the tokens of the larger map that its merging reads."""
     ones = torch.ones(1, 1, 3, 3)
     read = F.conv2d(torch.ones(1, 1, *size), ones, stride=2, padding=1)
     h, w = shares.shape
@@ -346,7 +343,7 @@ def find_backbone(bundle: ModelBundle) -> PaleTransformer:
 
 
 def select_heads(block: Block, head: str) -> Sequence[int]:
-    """Return the heads for an option: "mean", "rows", "columns", or a number from 1."""
+    """Return the heads that an option selects: "mean", "rows", "columns", or a number from 1."""
     every = range(block.heads)
     if head == "mean":
         return every

@@ -37,14 +37,14 @@ STYLE = (PAGES / "demo.css").read_text() + charts.STYLE
 
 @dataclass(frozen=True)
 class Shown:
-    """A prediction with weights that come with the package."""
+    """A prediction with included weights."""
 
     entry: zoo.ZooEntry
     prediction: Prediction
 
 
 def require_photo(path: Path) -> Path:
-    """Return the path of the photo, which must exist: the training before it is needed takes minutes."""
+    """Return the path of the photo; raise an error if it does not exist, before minutes of training."""
     if not path.is_file():
         raise DataError(f"there is no photo {path}; give another with --photo FILE")
     return path
@@ -59,7 +59,7 @@ def train_quickstart(run: Path, quiet: bool = False) -> Outcome:
 
 
 def predictions(photo: Path) -> list[Shown]:
-    """Return a prediction for every task that has packaged weights."""
+    """Return a prediction for every task with included weights."""
     found = []
     for task in TASKS:
         name = zoo.default_name(task)
@@ -79,7 +79,7 @@ def write(
     Args:
         output: the folder.
         photo: the image to use.
-        run: a run to show; it should lie in the folder, so that its report can be linked.
+        run: a run to show; if it is inside the folder, its report is linked.
         report: called with the name of each step.
     """
     output.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def _training(output: Path, run: Path) -> str:
     if scores:
         series = Series("top-1", scores, marked=True)
         figures.append(draw(Chart("validation top-1", "%", [series])))
-        summary += f", {scores[-1][1]:.1f} % of new images right"
+        summary += f", {scores[-1][1]:.1f} % accuracy on new images"
     link = ""
     if (run / "report.html").is_file() and run.is_relative_to(output):
         # A folder may be called "javascript:..."; a quoted name is never a scheme.

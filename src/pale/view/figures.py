@@ -41,7 +41,7 @@ PALE_TINTS = ("#bf659b", "#e9b4cf", "#6f2c59")
 UNATTENDED = "#eff1f3"
 
 MAX_SIDE = 512  # tokens; a cell then has two pixels
-MAX_WIDTH, MARGIN, GAP = 2400, 48, 44  # pixels, also below
+MAX_WIDTH, MARGIN, GAP = 2400, 48, 44  # pixels, like the sizes below
 HEADER, CAPTION, CAPTION_WIDTH = 206, 172, 425
 GOOD_HEIGHT, MAX_PANEL, MAX_CELL = 1600, 720, 60
 
@@ -64,7 +64,7 @@ def attended_tokens(
 
 
 def _in_mode(config: PaleConfig, mode: AttentionMode) -> PaleConfig:
-    """Return the config in another mode; if one of the two modes is axial, with the pale size of the paper."""
+    """Return the config in another mode; with the pale size of the paper if one of the two modes is axial."""
     size = None if "axial" in (mode, config.attention) else config.pale_size
     two = (2,) * len(config.depths)  # heads do not change the tokens; two heads fit every mode
     return replace(config, attention=mode, pale_size=size, channels=two, heads=two)

@@ -46,7 +46,7 @@ def page(
     number: int | None = None,
     title: str = "",
 ) -> str:
-    """Return the interactive page; it starts with the choices of the arguments, which are those of `sheet`."""
+    """Return the interactive page; the arguments, which are those of `sheet`, set its initial state."""
     point = centre(trace) if point is None else point
     start = min(2, len(trace.stages) - 1) if stage is None else stage
     trace.block(start, block if stage is not None else -1)

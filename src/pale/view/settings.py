@@ -1,4 +1,4 @@
-"""What to draw of the attention of a model. This module imports nothing heavy, for a fast `pale --help`."""
+"""Options of `pale view attention`. This module imports nothing heavy, for a fast `pale --help`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AttentionSettings:
         "position in pixels of the photo (default: the centre)", default=None, metavar=("X", "Y")
     )
     weights: str | None = option(
-        "run folder, .safetensors file, or model name (default: the classifier that comes with the package)",
+        "run folder, .safetensors file, or model name (default: the included classifier)",
         default=None,
         metavar="MODEL",
     )
@@ -36,5 +36,5 @@ class AttentionSettings:
         metavar="NAME",
     )
     size: int | None = option(
-        "short side of the resized photo (default: that of the training, or 224)", default=None
+        "short side of the resized photo (default: the training size, or 224)", default=None
     )

@@ -210,7 +210,7 @@ def pale_colours(block: Block, attended: NDArray[np.bool_]) -> Array:
 
 
 def heat(values: Array, mask: NDArray[np.bool_] | None = None) -> Array:
-    """Return values as colours, (h, w, 4), by their square root, the maximum brightest; dark outside `mask`."""
+    """Return colours, (h, w, 4), for the square root of values; the maximum is brightest, outside `mask` is dark."""
     top = float(values.max())
     v = np.sqrt(np.clip(values / top, 0, 1)) if top > 0 else np.zeros_like(values)
     at = v * (len(RAMP) - 1)
