@@ -21,7 +21,7 @@ class Measuring(Threaded, BenchSettings):
     plot: Path | None = option("draw the results as bars in a .png file", metavar="FILE")
 
     def prepare(self) -> None:
-        """Check the options that are used last, because measuring takes minutes, and limit the threads."""
+        """Check the output options first, because measuring takes minutes, and limit the threads."""
         from ..view.drawing import check_image_suffix
 
         if self.plot:
@@ -29,7 +29,7 @@ class Measuring(Threaded, BenchSettings):
         self.set_threads()
 
     def publish(self, report: dict[str, Any], parts: Iterable[str | Table]) -> None:
-        """Print the report, write the files that were asked for, and list what failed."""
+        """Print the report, write the requested files, and list failures."""
         from ..bench.plot import save_json, save_plot
         from ..bench.tables import list_errors
 
@@ -44,13 +44,13 @@ class Measuring(Threaded, BenchSettings):
 
 
 def print_progress(what: str) -> None:
-    """Print what is measured now, on a terminal."""
+    """Print the current measurement, on a terminal."""
     if sys.stderr.isatty():
         print_error(f"measuring: {what}")
 
 
 class BenchModels(Measuring, name="bench models"):
-    """Measure whole models beside those of timm.
+    """Measure whole models, and compare them with timm models.
 
     `models` may be left out.
 
@@ -93,11 +93,11 @@ class BenchModels(Measuring, name="bench models"):
         )
         self.publish(report, describe_models(report, models[0]))
         if any(row["error"] for row in report["rows"] if row["model"] == models[0]):
-            raise PaleError(f"{models[0]} failed; only other models may")
+            raise PaleError(f"{models[0]} failed; only the other models may fail")
 
 
 class BenchOp(Measuring, name="bench op"):
-    """Measure the attention and each fused part of a block beside plain PyTorch."""
+    """Measure the attention and each fused part of a block, and compare them with plain PyTorch."""
 
     model: str = argument(
         "model whose stages are measured (default pale_tiny)", default="pale_tiny"

@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[type[Command], ...]] = {
     ),
     "measure": (info.Info, info.Cost, *bench.COMMANDS),
 }
-# Description and epilog of the names that only hold other commands.
+# Description and epilog of names that are only groups of commands.
 CONTAINERS = {
     "data": ("Check and convert datasets before training.", ""),
     "token-labels": ("Make the dense labels that recipes ending in _star need.", ""),

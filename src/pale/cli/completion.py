@@ -13,7 +13,7 @@ from .parser import Parser, walk
 class Completion(Command, name="completion"):
     """Print a shell script that completes commands and options with TAB.
 
-    Writing the script takes some seconds, completing takes none. Write it once, and again after an update:
+    Writing the script takes some seconds, completion itself is fast. Write it once, and again after an update:
         mkdir -p ~/.local/share/bash-completion/completions ~/.config/fish/completions ~/.zfunc
         pale completion bash > ~/.local/share/bash-completion/completions/pale
         pale completion fish > ~/.config/fish/completions/pale.fish
@@ -35,7 +35,7 @@ class Completion(Command, name="completion"):
 
 
 def add_values(parser: Parser) -> Parser:
-    """Add the words that can stand in each place: recipes, models, files, and settings as options."""
+    """Add the completions of each argument: recipes, models, files, and settings as options."""
     import shtab
 
     from ..tools.completion import argument_values, setting_options

@@ -1,4 +1,4 @@
-"""Console output of the commands. Text that may come from files is escaped here, for all of them."""
+"""Console output of the commands. Text that may come from files is escaped here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def print_json(value: Any, indent: int | None = 1) -> None:
 
 
 def print_parts(*parts: str | Table | Iterable[str | Table]) -> None:
-    """Print lines and tables; tables are 140 columns wide where there is no terminal."""
+    """Print lines and tables; tables are 140 columns wide if there is no terminal."""
     for part in parts:
         if isinstance(part, str):
             print_line(part)

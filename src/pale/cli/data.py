@@ -23,7 +23,7 @@ class Check(Reporting, CheckSettings, name="data check"):
     """
 
     def run(self) -> int:
-        """Check and print; return 1 where training would fail or give wrong figures."""
+        """Check and print; return 1 if training would fail or its metrics would be wrong."""
         from ..data.checks.images import draw_contact_sheet
         from ..data.checks.tables import describe_problems
         from ..tools.check_data import check_data
@@ -67,7 +67,7 @@ class Coco(Reporting, name="data coco"):
 class Convert(Reporting, name="data convert"):
     """Write annotations in COCO format from labels of YOLO or Pascal VOC.
 
-    Training, evaluation and `pale data check` read these labels themselves (--data.kind, --kind); other programs may
+    Training, evaluation and `pale data check` read these labels directly (--data.kind, --kind); other programs may
     need the annotations. File names in them are relative to DIR.
     """
 

@@ -29,24 +29,24 @@ class Export(Reporting, Threaded, name="export"):
     )
     format: str | None = option(
         "pt2 (torch.export), aoti (AOTInductor), onnx, int8 (quantised ONNX) or triton (folder of a model repository); "
-        "default: by the suffix, .pt2 or .onnx"
+        "the default depends on the suffix, .pt2 or .onnx"
     )
     recipe: str | None = option(FOREIGN)
     device: str = option("device that an aoti file runs on: cpu or cuda", default="cpu")
     opset: int = option("ONNX opset, at least 20", default=20)
     sizes: list[str] | None = option(
-        "sizes to check at, such as 1x224x224 2x180x257 (default: three around that of the model)",
+        "sizes for the check, such as 1x224x224 2x180x257 (default: three around the size of the model)",
         metavar="BxHxW",
     )
     fixed: bool = option(
-        "fix the image size to the first of --sizes, as Swin needs; any batch size"
+        "fix the image size to the first of --sizes, which Swin requires; any batch size"
     )
     data: Path | None = option(
-        "images to compare on; with folders named like the classes, the accuracy is compared too",
+        "folder of images for the comparison; if its folders are named like the classes, the accuracy is compared too",
         metavar="DIR",
     )
 
-    quiet: bool = option("do not print the phases of the export")
+    quiet: bool = option("do not print the progress of the export")
 
     def run(self) -> None:
         """Export, check and print."""

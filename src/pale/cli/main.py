@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
-        # The end of the program: a mistake of the user is one line, anything else a traceback, escaped like all output.
+        # An error that the user can fix is one line, any other a traceback, escaped like all output.
         if (memory := exhausted_memory(error)) is not None:
             print_error(
                 f"pale: {command_shortage(memory, error, vars(command) if command else {})}"
@@ -69,9 +69,9 @@ def format_warning(
 
 
 def parse(words: Sequence[str]) -> Command:
-    """Return the command that the words after `pale` ask for; exit where argparse refuses them."""
+    """Return the command for the words after `pale`; exit if argparse refuses them."""
     typed, words, parser = shlex.join(["pale", *words]), list(words), build_parser()
-    # A list of models may stand where a command does: `pale bench pale_tiny`.
+    # A list of models may replace a command: `pale bench pale_tiny`.
     first = (words[1:2] or [""])[0]
     if words[:1] == ["bench"] and first not in (*parser.commands["bench"].commands, "-h", "--help"):
         words = ["bench", "models", *words[1:]]
@@ -103,7 +103,7 @@ def split_overrides(words: Sequence[str], known: Iterable[str]) -> tuple[list[st
     Returns:
         The other words, and the values of the settings by name, read as YAML.
     """
-    from ..core.settings import read_value  # here, for a fast `pale --help`
+    from ..core.settings import read_value  # imported here, for a fast `pale --help`
 
     rest: list[str] = []
     overrides: dict[str, Any] = {}

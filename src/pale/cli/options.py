@@ -3,7 +3,7 @@
 A command is a subclass of `Command`. Its docstring is the help: the first paragraph above the options, the rest below
 them. Its fields, and those of the settings classes that it inherits from, are the arguments and options, and `run`
 carries it out. The type of a field decides how argparse reads it: `bool` is a switch, `Literal` gives choices, a list
-takes one or more values, a tuple as many as it has items, and `X | None` may be left out.
+takes one or more values, a tuple as many as it has items, and `X | None` is optional.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Reporting(Command):
     json: bool = option("print JSON")
 
     def report(self, plain: Any, *parts: str | Table | Iterable[str | Table]) -> None:
-        """Print JSON where it was asked for, else lines and tables."""
+        """Print JSON if requested, else lines and tables."""
         if self.json:
             print_json(plain)
         else:
@@ -111,7 +111,7 @@ class Threaded(Command):
     threads: int | None = option("CPU threads (default: chosen by PyTorch)")
 
     def set_threads(self) -> None:
-        """Limit the threads, where a number was given."""
+        """Limit the threads if a number was given."""
         import torch
 
         if self.threads is not None:
@@ -146,13 +146,13 @@ def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> li
 
 
 def _option_strings(name: str, flags: tuple[str, ...]) -> list[str]:
-    """Return the option strings of a field; `--name` where no long one is declared."""
+    """Return the option strings of a field; `--name` if no long one is declared."""
     long = any(flag.startswith("--") for flag in flags)
     return [*flags] if long else [*flags, "--" + name.replace("_", "-")]
 
 
 def _help_text(spec: Spec, default: Any) -> str:
-    """Return the description for argparse, with the default of an option where it does not mention it."""
+    """Return the description for argparse; the default is appended unless the text mentions it."""
     text = spec.help
     hidden = default in (MISSING, None) or isinstance(default, bool)
     if spec.flags is not None and "default" not in text and not hidden:
@@ -163,7 +163,7 @@ def _help_text(spec: Spec, default: Any) -> str:
 
 
 def _value_keywords(name: str, spec: Spec, hint: Any, default: Any) -> dict[str, Any]:
-    """Return what `add_argument` needs to know about the value of a field."""
+    """Return the arguments of `add_argument` about the value of a field."""
     keywords = _read_type(hint)
     if spec.choices is not None:
         keywords["choices"] = tuple(spec.choices)

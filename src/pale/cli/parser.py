@@ -14,7 +14,7 @@ from .options import Command, add_arguments
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Help whose paragraphs are wrapped and whose indented lines, the examples, stay as they are."""
+    """Help formatter that wraps paragraphs and keeps indented lines (examples) unchanged."""
 
     def __init__(self, prog: str, **layout: Any) -> None:
         super().__init__(prog, **{"max_help_position": 28} | layout)
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         return self.command.settings if self.command is not None else None
 
     def take(self, command: type[Command]) -> None:
-        """Add the arguments and options of a command, which runs where no command of the group is given."""
+        """Add the arguments and options of a command, which runs if no command of the group is given."""
         self.command, self.epilog = command, command.help()[1] or None
         self.actions += add_arguments(self, command)
 
@@ -127,7 +127,7 @@ def build(
 def _open_group(
     root: Parser, commands: Any, name: str, containers: Mapping[str, tuple[str, str]]
 ) -> Any:
-    """Return what commands of a group are added to; the group may be a command itself."""
+    """Return the subparsers of a group; the group may be a command itself."""
     if name not in root.commands:
         text, epilog = containers[name]
         root.commands[name] = commands.add_parser(
@@ -141,7 +141,7 @@ def _open_group(
 
 
 def help_line(text: str) -> str:
-    """Return the first paragraph as it stands in a list: no capital, no full stop."""
+    """Return the first paragraph for a list of commands: no capital, no full stop."""
     first = text.partition("\n\n")[0].removesuffix(".").replace("%", "%%")
     return first[:1].lower() + first[1:]
 

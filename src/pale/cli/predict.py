@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Predict(Reporting, InferenceSettings, OutputSettings, ShardSettings, name="predict"):
     """Run inference on images, folders or videos.
 
-    Files that cannot be read are listed at the end and do not stop the rest; the exit code is then 1. Ctrl-C keeps
-    the results so far.
+    Files that cannot be read are listed at the end, and the exit code is then 1; the others are still predicted. Ctrl-C
+    keeps the results so far.
     """
 
     inputs: list[str] = argument(
@@ -32,7 +32,7 @@ class Predict(Reporting, InferenceSettings, OutputSettings, ShardSettings, name=
     recipe: str | None = option(FOREIGN)
 
     def run(self) -> int:
-        """Predict; return 1 where an input failed."""
+        """Predict; return 1 if an input failed."""
         from ..predict.bulk.command import remote_options, run_command
 
         if self.merge is not None or self.shard is not None:

@@ -14,9 +14,9 @@ from .options import Reporting, Threaded
 class Serve(Reporting, Threaded, ServeSettings, name="serve"):
     """Serve models on a web page and over HTTP.
 
-    The server writes no files and sends nothing to other machines. An address that other machines reach needs a
-    token and, as there is no TLS, a reverse proxy in front. A client must send its headers within 10 s and the body
-    with at least 4 kB per second. Ctrl-C or SIGTERM stops the server after the running requests.
+    The server writes no files and sends nothing to other machines. An address that other machines can reach needs a
+    token and, because there is no TLS, a reverse proxy in front. A client must send its headers within 10 s and the
+    body with at least 4 kB per second. Ctrl-C or SIGTERM stops the server after the running requests.
     """
 
     def run(self) -> None:
@@ -34,7 +34,7 @@ class Serve(Reporting, Threaded, ServeSettings, name="serve"):
         print_error("stopped")
 
     def print_started(self, address: str, device: str, models: dict[str, dict[str, Any]]) -> None:
-        """Print where the server listens and what it serves."""
+        """Print the address of the server and its models."""
         if self.json:
             print_json({"url": address, "device": device, "models": models}, None)
         else:

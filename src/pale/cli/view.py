@@ -34,8 +34,8 @@ class Pales(Command, ImageAndPales, name="view pales"):
 class Attention(Reporting, AttentionSettings, name="view attention"):
     """Draw which tokens a model attends to in a photo, with rollout and Grad-CAM.
 
-    Attention: the weights of a token in each stage. Rollout: where the content of a token comes from. Grad-CAM: the
-    regions that support a class.
+    Attention: the weights of a token in each stage. Rollout: which tokens of the first stage contribute to a token.
+    Grad-CAM: the regions that support a class.
 
     A page (.html) is interactive and needs no server: move the pointer over the photo.
 

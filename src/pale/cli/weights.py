@@ -1,4 +1,4 @@
-"""`pale weights`: the weights that come with the package, and tools to publish others like them."""
+"""`pale weights`: the included weights, and tools to publish others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Folder(Reporting):
     folder: Path | None = option("another folder of weights, with its index.json", metavar="DIR")
 
     def place(self) -> Path:
-        """Return the folder: the package's own where none was given."""
+        """Return the folder; by default that of the package."""
         from ..weights.zoo.index import FOLDER, require_index
 
         return FOLDER if self.folder is None else require_index(self.folder)
 
 
 class Weights(Folder, name="weights"):
-    """List the weights that come with the package; show, verify, export or pack weights.
+    """List the included weights; show, verify, export or pack weights.
 
     A name can be used wherever weights are expected: pale eval NAME, pale predict IMAGE --weights NAME, pale export
     NAME -o model.onnx, pale train RECIPE --init NAME.
@@ -63,7 +63,7 @@ class Verify(Folder, name="weights verify"):
     """Check every file against its SHA-256."""
 
     def run(self) -> int:
-        """Check; return 1 where a file differs."""
+        """Check; return 1 if a file differs."""
         from ..weights.zoo import verify_files
 
         folder = self.place()
