@@ -23,7 +23,7 @@ MAX_LISTED = 5  # failures that are printed
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is printed: as JSON, as a line of text, and the exit code."""
+    """Output of the command: JSON, a line of text, and the exit code."""
 
     plain: dict[str, Any]
     line: str
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def remote_options(settings: ShardSettings) -> RemoteOptions:
-    """Return how addresses are read."""
+    """Return the options for reading addresses."""
     if settings.cache_mb < 1:
         raise SettingsError(f"--cache-mb must be at least 1, got {settings.cache_mb}")
     options = RemoteOptions(cache_bytes=settings.cache_mb * 2**20)
@@ -46,10 +46,10 @@ def run_command(
     log: Callable[[str], None],
     track: Track,
 ) -> Outcome:
-    """Predict a shard, or merge all.
+    """Predict a shard, or merge all shards.
 
     Args:
-        settings: which.
+        settings: shard or merge options.
         inputs: images, folders, lists, archives or addresses.
         output: folder of all jobs.
         load: returns the model.
@@ -65,7 +65,7 @@ def run_command(
         raise SettingsError("--shard writes parts into a folder; give it: -o DIR")
     shard = Shard.parse(str(settings.shard))
     items = find_items(inputs, shard, remote_options(settings))
-    # A job that is ended by its scheduler writes the part that it has.
+    # A job that its scheduler terminates still writes its current part.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         done = predict_shard(
@@ -91,7 +91,7 @@ def run_command(
 
 
 def log_failures(failures: Sequence[Failed], count: int, log: Callable[[str], None]) -> None:
-    """Print the first failures, and how many there are beside them."""
+    """Print the first failures, and the number of the others."""
     for failure in failures[:MAX_LISTED]:
         log(f"pale: {failure.reason}")
     if count > MAX_LISTED:

@@ -1,6 +1,6 @@
 """Merge the parts of all shards into the files that a prediction without shards writes.
 
-Parts are read one after the other, so memory does not grow with the number of images, beside eight bytes for each.
+Parts are read one after the other, so memory does not grow with the number of images, except for eight bytes per image.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MAX_LISTED = 10  # shards in a message
 
 @dataclass(frozen=True)
 class Merged:
-    """What was merged.
+    """Result of merging.
 
     Attributes:
-        shards: of the output folder.
-        parts: of all shards.
+        shards: shards of the output folder.
+        parts: parts of all shards.
         predicted: images with a prediction.
         failed: images without one, listed in failures.jsonl.
-        repeated: predictions that two parts had, and that were written once.
+        repeated: predictions that were in two parts and were written once.
     """
 
     shards: int
@@ -106,9 +106,9 @@ def _hash(name: str) -> int:
 
 
 class _Repeated:
-    """Which predictions are those of an image that an earlier part has already.
+    """Detects predictions of images that an earlier part already has.
 
-    Only names whose hash comes twice are kept as text.
+    Only names whose hash occurs twice are kept as text.
     """
 
     def __init__(self, parts: list[Part]) -> None:

@@ -6,8 +6,8 @@ OUT/parts/0003-of-0016/part-000000/            predictions.jsonl, predictions.cs
 OUT/parts/0003-of-0016/done.json               written when the shard is complete
 ```
 
-`part.json` holds size and SHA-256 of each file of its part. What is missing is decided by the names of the images in
-the parts, so a part may have any number of images, and an interrupted job loses only the part that it was writing.
+`part.json` holds size and SHA-256 of each file of its part. The names of the images in the parts determine what is
+missing, so a part may have any number of images, and an interrupted job loses only the part that it was writing.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def shard_folder(output: Path, shard: Shard) -> Path:
 
 
 def join_output(output: Path, shards: int, settings: Mapping[str, Any]) -> None:
-    """Create the output folder of all jobs, or check that it is that of the same model, options and shards."""
+    """Create the output folder of all jobs, or check that it has the same model, options and shards."""
     wanted = {"version": VERSION, "shards": shards, "settings": dict(settings)}
     path = output / "bulk.json"
     output.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def join_output(output: Path, shards: int, settings: Mapping[str, Any]) -> None:
         temporary = output / f".bulk.json.{_owner()}"
         write_json(temporary, wanted)
         try:
-            os.link(temporary, path)  # of several jobs that start together, one creates it
+            os.link(temporary, path)  # if several jobs start at the same time, one creates it
         except FileExistsError:
             pass
         except OSError:  # a file system without hard links
@@ -126,7 +126,7 @@ def load_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}); choose another output folder") from None
     if not isinstance(found, dict):
-        raise RunError(f"{path} is not written by pale predict; choose another output folder")
+        raise RunError(f"{path} was not written by pale predict; choose another output folder")
     return found
 
 
@@ -142,7 +142,7 @@ def verify_part(path: Path, *, read: bool = True) -> Part:
     """Check a part against its part.json; a RunError names what is wrong.
 
     Args:
-        path: of its folder.
+        path: path of its folder.
         read: compare the content of the files too, not only their sizes.
     """
     about = load_json(path / "part.json")
@@ -174,7 +174,7 @@ def list_parts(folder: Path) -> list[Path]:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a damaged part, so that it does not count any more."""
+    """Rename a damaged part, so that it is ignored from now on."""
     os.rename(path, path.with_name(f"damaged-{path.name}-{_owner()}"))
 
 
@@ -193,8 +193,8 @@ class PartWriter:
     """Writes one part: use `add`, then `commit`.
 
     Args:
-        folder: of the shard.
-        number: of the part; the next free one is used where it is taken.
+        folder: folder of the shard.
+        number: number of the part; if it is taken, the next free one is used.
     """
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -212,7 +212,7 @@ class PartWriter:
         return self.predicted + self.failed
 
     def add(self, result: Prediction | Failed) -> None:
-        """Write one result; a name that the part has already is left out."""
+        """Write one result; a name that the part already has is skipped."""
         if result.name in self._names:
             return
         self._names.add(result.name)
@@ -286,7 +286,7 @@ def _checksum(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file or a folder is on disk; folders only where the system can."""
+    """Wait until a file or a folder is on disk; folders only if the system supports it."""
     if path.is_dir() and os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)

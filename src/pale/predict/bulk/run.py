@@ -35,12 +35,12 @@ from .parts import (
 
 T = TypeVar("T")
 PART_IMAGES = 4096  # images of a part
-PART_SECONDS = 300.0  # a part ends after this time at the latest: what an interrupted job loses
+PART_SECONDS = 300.0  # maximum duration of a part, which an interrupted job may lose
 
 
 @dataclass
 class ShardResult:
-    """What a job did.
+    """Result of a job.
 
     Attributes:
         predicted: images predicted in this call.
@@ -48,7 +48,7 @@ class ShardResult:
         kept: images in parts of earlier calls.
         kept_failed: images among them that failed.
         damaged: parts of earlier calls that were damaged, and why; their images were predicted again.
-        failures: the first ones of this call.
+        failures: the first failures of this call.
     """
 
     predicted: int = 0
@@ -59,11 +59,11 @@ class ShardResult:
     failures: list[Failed] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
-        """Return the result as JSON holds it."""
+        """Return the result as a JSON object."""
         return asdict(self)
 
 
-MAX_FAILURES = 20  # kept in a result; all are in failures.jsonl
+MAX_FAILURES = 20  # maximum number in a result; all are in failures.jsonl
 
 
 def predict_shard(
@@ -84,10 +84,10 @@ def predict_shard(
         predictor: model; model, weights and options must be those of the other jobs.
         items: images of the shard.
         output: folder of all jobs.
-        shard: which part of the images they are.
-        retry_failed: read images again that failed in an earlier call.
+        shard: the shard.
+        retry_failed: retry images that failed in an earlier call.
         part_images: images of a part.
-        part_seconds: a part ends after this time at the latest.
+        part_seconds: maximum duration of a part.
         on_part: called after each part.
         track: shows the progress.
     """
@@ -125,7 +125,7 @@ def predict_shard(
         if writer is not None:
             writer.discard()
         raise
-    except BaseException:  # an interrupted job keeps what it has
+    except BaseException:  # an interrupted job keeps its results so far
         commit()
         raise
     commit()
@@ -136,7 +136,7 @@ def predict_shard(
 
 
 def describe(predictor: Predictor) -> dict[str, Any]:
-    """Return what all jobs of an output folder must have in common."""
+    """Return the values that all jobs of an output folder must share."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in predictor.loaded.model.state_dict().items():
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -190,7 +190,7 @@ def _add(writer: PartWriter, result: Prediction | Failed, output: Path) -> None:
 
 
 def _guarded(write: Callable[[], T]) -> T:
-    """Call what writes; a full disk and the like end the job with a way out."""
+    """Call a function that writes; a full disk or a similar failure stops the job with advice."""
     try:
         return write()
     except PartError:
