@@ -1,4 +1,4 @@
-"""A queue and a thread for each model: images that arrive together go through the model in one batch.
+"""A queue and a thread for each model: images that arrive together form a batch.
 
 Everything except the work of the model happens in the thread of the event loop, so no lock is needed. A job whose
 client has disconnected or timed out leaves the queue at once; a running job is finished and its result is dropped.
@@ -40,7 +40,7 @@ class Done(Generic[Result]):
 @dataclass(eq=False)
 class _Job(Generic[Item, Result]):
     item: Item
-    pixels: int  # as the model sees the item
+    pixels: int  # pixels of the model input
     future: asyncio.Future[Done[Result]]
     on_release: Callable[[], None]
     since: float = field(default_factory=perf_counter)
@@ -80,7 +80,7 @@ class Worker(Generic[Item, Result]):
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop after the running batch; refuse all that wait."""
+        """Stop after the running batch; refuse all waiting jobs."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -104,7 +104,7 @@ class Worker(Generic[Item, Result]):
         self.reserved += count
 
     def release(self, count: int = 1) -> None:
-        """Give the places back."""
+        """Release the places."""
         self.reserved -= count
 
     def submit(
@@ -114,7 +114,7 @@ class Worker(Generic[Item, Result]):
 
         Args:
             item: argument of `work`.
-            pixels: pixels that the model will see; batches are cut where their sum would be too large.
+            pixels: number of pixels of the model input; a batch ends before their sum becomes too large.
             on_release: called once, when the item is no longer held here.
         """
         future: asyncio.Future[Done[Result]] = asyncio.get_running_loop().create_future()
@@ -138,7 +138,7 @@ class Worker(Generic[Item, Result]):
             await self._wait_for_batch()
             if jobs := self._take():
                 await self._process(jobs)
-            # Nothing of a batch may stay in memory while the next is waited for.
+            # Keep nothing of a batch in memory while waiting for the next.
             del jobs
 
     async def _process(self, jobs: list[_Job[Item, Result]]) -> None:

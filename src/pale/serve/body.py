@@ -21,7 +21,7 @@ class Body:
     def __init__(self, budget: Budget, others: set[Body]) -> None:
         self._budget, self._others, self._held = budget, others, 0
         self._start, self._size = perf_counter(), 0
-        self.timeout: asyncio.Timeout | None = None  # of the part that is awaited
+        self.timeout: asyncio.Timeout | None = None  # timeout of the next part
         self.displaced = False
         others.add(self)
 
@@ -39,7 +39,7 @@ class Body:
             slowest.displace()
             if slowest is self:
                 raise RefusedError(429, CROWDED)
-        # The memory of the displaced body is free in a moment; until then the budget is exceeded by one part.
+        # The memory of the displaced body is released shortly; until then the budget is exceeded by one part.
         self._budget.used += needed
         self._held += needed
 

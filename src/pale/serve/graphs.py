@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..predict import Predictor
 from .limits import MAX_MODEL_PIXELS
 
-MAX_SIDE = 8192  # pixels of a tensor
+MAX_SIDE = 8192  # maximum pixels of a tensor
 # Batch, height and width of two runs, from whose outputs the shapes are read.
 PROBES = (1, 64, 96), (2, 96, 64)
 SIZES = "batch", "height", "width"
@@ -57,7 +57,7 @@ class TensorGraph:
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[Tensor]) -> list[Arrays]:
-        """Return the outputs for each tensor; tensors of one height and width go through the model together."""
+        """Return the outputs for each tensor; tensors of one height and width form batches."""
         found: dict[int, Arrays] = {}
         for group in self._groups(tensors):
             images = torch.cat([tensors[i] for i in group]).to(self.device)

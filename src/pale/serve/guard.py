@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import SettingsError
 
-# Paths without a token: the page and its parts, which ask the user for it, the API documentation, and what probes ask.
+# Paths without a token: the page and its parts, which ask the user for it, the API documentation, and health checks.
 # `/health` without a token reports only that the server is ready.
 PAGES = {"/", "/serve.js", "/serve.css", "/attention.js", "/example", "/docs", "/openapi.json"}
 OPEN = PAGES | {"/v2/health/live", "/v2/health/ready"}

@@ -19,7 +19,7 @@ def allowed_hosts(host: str, allowed: list[str]) -> list[str]:
 
 
 def exposure_warning(host: str, token: bool) -> str | None:
-    """Return the warning about an address that other machines reach; None for this machine alone."""
+    """Return the warning about an address that other machines can reach; None for a local address."""
     if host in LOOPBACK:
         return None
     if token:

@@ -67,15 +67,15 @@ INFER_ERRORS = ERRORS | {
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model as the protocol offers it.
+    """A model of the protocol.
 
     Attributes:
-        name: by which requests address it.
+        name: name of the model in requests.
         model: name of the model in `Models`.
         input: its only input.
-        outputs: by name.
-        graph: of preprocessed tensors; None: it takes image files.
-        arrays: of results; for image files.
+        outputs: outputs by name.
+        graph: graph of preprocessed tensors; None: it takes image files.
+        arrays: arrays of results; for image files.
     """
 
     name: str

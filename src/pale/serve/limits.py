@@ -141,7 +141,7 @@ class Share:
 
 
 def memory_trimmer() -> Callable[[], object]:
-    """Return a function that frees what requests left behind and returns that memory to the system.
+    """Return a function that frees the remains of requests and returns that memory to the system.
 
     An image that failed to decode is kept alive by its exception, in a reference cycle, and glibc keeps the memory of
     freed images in an arena per thread.

@@ -29,7 +29,7 @@ PHOTO_BYTES = 16_000_000  # of the reduced photo for a page
 
 
 def default_weights() -> dict[str, Source]:
-    """Return the weights that come with the package, by task; they are served if no weights are given."""
+    """Return the included weights, by task; they are served if no weights are given."""
     names = {kind: zoo.default_name(kind) for kind in TASKS}
     return {kind: name for kind, name in names.items() if name is not None}
 
@@ -60,7 +60,7 @@ class Models:
         score: detection: score threshold.
 
     Attributes:
-        predictors: by name, in the order of the tasks.
+        predictors: predictors by name, in the order of the tasks.
         defaults: name of the default model of each task.
         graphs: the models as functions of preprocessed tensors, by name.
         score: detection: score threshold.
@@ -86,7 +86,7 @@ class Models:
                 _limit_logits(source), device=device, batch=batch, top=top, score=score
             )
             with torch.no_grad():
-                # Compile kernels now, or a request of another size would wait for the compiler.
+                # Compile kernels now; otherwise a request of another size would wait for the compiler.
                 warm_up(made.loaded.model)
             found[name] = made
         self.predictors: Mapping[str, Predictor] = {
@@ -129,7 +129,7 @@ class Models:
         return str(next(iter(self.predictors.values())).device)
 
     def can_trace(self, name: str) -> bool:
-        """Return whether a model has pale attention to show."""
+        """Return whether a model has pale attention."""
         return name in self._traced
 
     def has_mask(self, name: str) -> bool:
@@ -199,7 +199,7 @@ class Models:
         return BackboneTrace(bundle, image, default_size(bundle))
 
     def model_pixels(self, name: str, width: int, height: int, max_pixels: int) -> tuple[int, int]:
-        """Return the pixels of an image that the model sees at once, and those of the whole resized image.
+        """Return the number of pixels that the model processes at once, and that of the whole resized image.
 
         Raises RefusedError if one of them is too large.
 

@@ -22,7 +22,7 @@ def name_models(sources: Sequence[Source]) -> dict[str, Source]:
     """Return the sources by name; raise SettingsError if two have the same name, or a name is not valid.
 
     A source written as NAME=SOURCE has that name. Otherwise a run folder has the name of the folder, a weights file its
-    own name without suffix, and a model that is given by name that name.
+    own name without suffix, and a model given by name has that name.
     """
     found: dict[str, Source] = {}
     for given in sources:

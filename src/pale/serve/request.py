@@ -33,10 +33,10 @@ NONE = "none"  # in metrics: task and model of a request for a model that is not
 
 
 class ServedRequest:
-    """One request; what it holds is released by `close`, or when its response has been sent.
+    """One request; its resources are released by `close`, or when its response has been sent.
 
     Args:
-        service: what requests share.
+        service: state that requests share.
         request: the request itself.
         kind: predict, look or infer.
         model: name of a model that is served; None if the request names no such model.
@@ -93,7 +93,7 @@ class ServedRequest:
         return response
 
     def close(self) -> None:
-        """Release what the request holds, once the threads that work on it have ended."""
+        """Release the resources of the request, once the threads that work on it have ended."""
         if self._open:
             self._open = False
             self.leave()
@@ -168,7 +168,7 @@ class ServedRequest:
         A place in the queue and the memory for the image are reserved once the body has arrived, not before.
 
         Args:
-            worker: its queue will hold the image.
+            worker: worker whose queue will hold the image.
             plan: called with width and height; returns the bytes that processing needs at once, apart from decoding,
                 and the function to call with the image, in a thread.
         """

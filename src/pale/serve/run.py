@@ -27,7 +27,7 @@ from .settings import ServeSettings
 
 BACKLOG = 1024
 KEEP_ALIVE = 5  # seconds that an idle connection stays open
-# Called with the address of the page, the device, and what `Models.about` returns.
+# Called with the address of the page, the device, and the result of `Models.about`.
 OnStart = Callable[[str, str, dict[str, dict[str, Any]]], None]
 
 
@@ -106,7 +106,7 @@ def run(
     # Our limit on pixels is lower than Pillow's. Its warnings about damaged metadata would only fill the log.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="PIL")
-    gc.freeze()  # models and modules live as long as the process: the collector need not visit them
+    gc.freeze()  # models and modules exist as long as the process, so garbage collection can skip them
 
     def on_stop() -> None:
         app.state.service.stopping = True

@@ -1,8 +1,8 @@
 """Tensors of the Open Inference Protocol, version 2: bodies of requests to arrays, and arrays to bodies of responses.
 
 A body is JSON, or JSON followed by the data of tensors as bytes (the binary tensor data extension): then the header
-Inference-Header-Content-Length gives the length of the JSON. Nothing that a request states is believed before it is
-compared with the bytes that arrived.
+Inference-Header-Content-Length gives the length of the JSON. Everything that a request states is compared with the
+received bytes before it is used.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ DATATYPES: dict[str, Any] = {
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 MAX_ID = 200  # characters of the id of a request
 MAX_QUOTED = 60  # characters of a request that an error message repeats
-PARSED_BYTES = (
-    26  # of Python objects for each byte of JSON: an empty table with its comma has three
-)
+# Bytes of Python objects for each byte of JSON: an empty table with its comma has three.
+PARSED_BYTES = 26
 LENGTH = struct.Struct("<I")  # before each element of a binary tensor of type BYTES
 
 
@@ -45,13 +44,13 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def plain(self) -> dict[str, Any]:
-        """Return the values as JSON holds them."""
+        """Return the values as a JSON object."""
         return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
 
 
 @dataclass(frozen=True)
 class InputTensor:
-    """An input of a request; `data` is a list out of JSON, or bytes."""
+    """An input of a request; `data` is a list from JSON, or bytes."""
 
     name: str
     datatype: str
@@ -64,7 +63,7 @@ class InferRequest:
     """A request.
 
     Attributes:
-        id: repeated in the response, if there is one.
+        id: id of the request, if any; repeated in the response.
         input: the only input.
         outputs: names of the requested outputs, and whether they are sent as bytes; None: all.
         binary: whether outputs are sent as bytes if `outputs` is None.
@@ -91,7 +90,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def quoted(value: object) -> str:
-    """Return a value out of a request for a message, shortened."""
+    """Return a value from a request for a message, shortened."""
     text = repr(value)
     return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."
 
@@ -101,7 +100,7 @@ def json_length(header: str | None, size: int) -> int:
 
     Args:
         header: value of Inference-Header-Content-Length; None: not sent.
-        size: of the body.
+        size: size of the body.
     """
     if header is None:
         return size

@@ -1,4 +1,4 @@
-"""From the body of a request to an image, within limits: bytes are counted on arrival, pixels before decoding."""
+"""Read an image from the body of a request within limits: bytes are counted on arrival, pixels before decoding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def read_body(
 
 
 async def read_content(stream: AsyncIterable[bytes], headers: Headers, limits: Limits) -> bytes:
-    """Return the body as it is; arguments as in `read_body`."""
+    """Return the body unchanged; arguments as in `read_body`."""
     require_length(headers, limits)
     content = bytearray()
     async for part in _limited(stream, limits):
@@ -123,7 +123,7 @@ def open_upload(content: bytes, limits: Limits) -> Image.Image:
 
 
 def decode_upload(image: Image.Image) -> Image.Image:
-    """Return the image in RGB, rotated by EXIF, transparency on white, as `pale.Predictor` does it."""
+    """Return the image in RGB, rotated by EXIF, transparency on white, like `pale.Predictor`."""
     try:
         decoded = load_upright(image)
         # WebP's decoder keeps two canvases as long as its image lives.

@@ -13,7 +13,7 @@ from .limits import MAX_MODEL_PIXELS, memory_trimmer
 
 PROBE_SIDE = 256  # pixels
 DEFAULT_BYTES = 2048  # per pixel, if the system does not report its peak
-MARGIN = 1.25  # by which the first measurement may be too low
+MARGIN = 1.25  # factor by which the first measurement may be too low
 LOGITS_MB = 128  # of a segmenter's logits at the size of the image, which are computed in blocks
 
 
@@ -63,7 +63,7 @@ def measure_graph(graph: TensorGraph) -> int:
 
 
 def peak_memory(work: Callable[[], object]) -> int | None:
-    """Return by how many bytes this process grows during `work`; None if the system does not report it."""
+    """Return the growth of this process in bytes during `work`; None if the system does not report it."""
     work()  # what is allocated only once is not part of it
     memory_trimmer()()
     try:
