@@ -23,7 +23,7 @@ def plan_finetuning(settings: RunSettings, changes: Mapping[str, Any]) -> tuple[
     """Return the recipe for a dataset on a device, and lines about what was chosen.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         changes: settings that the user gave, by dotted name; they are not changed, and not applied here.
     """
     root = changes.get("data.root")
@@ -34,7 +34,7 @@ def plan_finetuning(settings: RunSettings, changes: Mapping[str, Any]) -> tuple[
     if root is not None:
         chosen["data.root"] = str(root)
     if "model.name" not in changes and _on_gpu(settings):
-        # A larger model is worth it only if it does not start from random weights.
+        # A larger model is better only if it does not start from random weights.
         if best_start(DEFAULT_TASK, MODEL_ON_GPU) is not None:
             chosen |= {"model.name": MODEL_ON_GPU, "model.drop_path": 0.1}
         else:

@@ -28,7 +28,7 @@ def write(run: Path, task: Task | None = None) -> Path:
 
     Args:
         run: folder of the run.
-        task: of the run, if it is in memory; None: the data is found again by the recipe.
+        task: task of the run, if it is in memory; None: it is built from the recipe.
     """
     record = read_run(run)
     return _write_page(run / "report.html", record.recipe.name, single_page(record, task))

@@ -33,8 +33,8 @@ class Series:
     """A curve.
 
     Attributes:
-        name: in the legend.
-        points: in the order of the run.
+        name: name in the legend.
+        points: steps and values, in the order of the run.
         marked: show each point as a dot; for the few points of evaluations.
         exact: the values have no noise to smooth, such as a learning rate.
     """
@@ -55,8 +55,8 @@ class Chart:
     """Curves over the same axes.
 
     Attributes:
-        title: above the chart.
-        unit: of the vertical axis.
+        title: title above the chart.
+        unit: unit of the vertical axis.
         series: the curves.
         levels: horizontal lines with their names, such as a reported figure.
         over: name of the horizontal axis.
@@ -70,7 +70,7 @@ class Chart:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Return the moving mean of a curve, centred so that it lags behind nothing; windows end where the curve does."""
+    """Return the centred moving mean of a curve, which has no lag; windows are cut off at both ends."""
     reach = max(1, len(points) // WINDOW)
     sums = [0.0]
     for _, value in points:
@@ -114,7 +114,7 @@ def _span(values: Sequence[float], padding: float) -> tuple[float, float]:
 
 
 class _Frame:
-    """The area of a chart: places of values, axes and their labels."""
+    """The area of a chart: positions of values, axes and their labels."""
 
     def __init__(self, chart: Chart) -> None:
         points = [point for series in chart.series for point in series.points]
@@ -126,7 +126,7 @@ class _Frame:
         self.left = round(30 + CHARACTER * max(longest, 3))
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Return where a value is drawn."""
+        """Return the position of a value in the drawing."""
         right = (x - self.x[0]) / (self.x[1] - self.x[0])
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
         width, height = WIDTH - self.left - RIGHT, HEIGHT - TOP - BOTTOM
@@ -170,7 +170,7 @@ class _Frame:
         return "".join(parts)
 
     def curve(self, series: Series, index: int, alone: bool) -> str:
-        """Return one curve: its points faint under their mean, or as they are if there are few."""
+        """Return one curve: its points in a faint colour under their mean, or only the points if there are few."""
         look = f"c{index % COLOURS}{' dashed' if index >= COLOURS else ''}"
         points = series.points
         if not series.smoothed:
@@ -199,7 +199,7 @@ class _Frame:
 
 
 def _tick(value: float, span: tuple[float, float]) -> str:
-    """Return the label of a tick, with as many digits as the distance between two needs."""
+    """Return the label of a tick, with enough digits to distinguish neighbouring ticks."""
     if abs(value) < 1e-9 * (span[1] - span[0]):
         return "0"
     digits = (

@@ -25,7 +25,7 @@ class Named:
 
 
 def named(runs: Sequence[RunRecord]) -> list[Named]:
-    """Return the runs, named by their folders; where two folders have one name, by their paths."""
+    """Return the runs, named by their folders, or by their paths if two folders have the same name."""
     short = [run.folder.resolve().name for run in runs]
     distinct = len(set(short)) == len(short)
     return [
@@ -68,7 +68,7 @@ def _results(every: Sequence[Named]) -> str:
 
 
 def _figure_row(every: Sequence[Named], name: str) -> list[str]:
-    """Return a metric of all runs, the best value of scores in bold, with the reported ones."""
+    """Return a metric of all runs, with the best score in bold and the reported values."""
     values = [_best_or_last(each.run, name) for each in every]
     score = any(best(each.run, name) for each in every)
     known = [value for value in values if value is not None]
@@ -130,7 +130,7 @@ def _curves(every: Sequence[Named]) -> str:
 
 
 def _charts(every: Sequence[Named]) -> Iterator[tuple[bool, Chart]]:
-    """Yield the curves of all runs together: over steps, or over epochs where batches differ in size."""
+    """Yield the curves of all runs together: over steps, or over epochs if batch sizes differ."""
     over = "step" if len({each.run.recipe.batch for each in every}) == 1 else "epoch"
     headline = {name for each in every for name in each.run.recipe.task_class.headline}
     for name in _figures(every):
@@ -149,7 +149,7 @@ def _charts(every: Sequence[Named]) -> Iterator[tuple[bool, Chart]]:
 
 
 def _is_drawn(chart: Chart, prominent: bool) -> bool:
-    """Whether a chart has curves and, unless it is among the first, more than flat lines."""
+    """Return whether a chart has curves and, unless it is among the first, more than flat lines."""
     values = [value for each in chart.series for _, value in each.points]
     return bool(values) and (prominent or not is_constant(values))
 
@@ -185,7 +185,7 @@ def _classes(every: Sequence[Named]) -> str:
 
 
 def _class_scores(every: Sequence[Named], score: str) -> dict[str, list[float]]:
-    """Return the score of each class in all runs, of classes that have one in each; {} if the classes differ."""
+    """Return the scores of the classes that have one in every run; {} if the classes differ."""
     tables = [
         {str(row["class"]): finite_number(row.get(score)) for row in each.run.details.per_class}
         for each in every

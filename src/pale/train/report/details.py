@@ -1,4 +1,4 @@
-"""evaluation.json of a run, checked: a run may come from anyone."""
+"""Read and check the evaluation.json of a run, which may come from anyone."""
 
 from __future__ import annotations
 

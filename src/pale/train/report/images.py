@@ -23,13 +23,13 @@ PANEL = 1000  # pixels of several images side by side
 
 
 class Images:
-    """The validation images of a run, as far as its data can be found.
+    """The validation images of a run, if its data is available.
 
     Args:
-        recipe: of the run.
-        details: of its last evaluation.
-        names: of the classes, as they are shown.
-        task: of the run, if there is one already; None: build it when an image is needed.
+        recipe: recipe of the run.
+        details: details of its last evaluation.
+        names: names of the classes, as they are shown.
+        task: task of the run, if there is one already; None: build it when an image is needed.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Images:
         return self.recipe.task(self.details.classes)
 
     def guesses(self) -> str:
-        """Return the most confident mistakes and hits; of a run of version 0.1 the mistakes with the highest loss."""
+        """Return the most confident mistakes and hits; for a run of version 0.1, the mistakes with the highest loss."""
         found, parts = self.details, []
         if found.confident_mistakes:
             parts.append(
@@ -115,7 +115,7 @@ class Images:
 
 
 def embedded(image: Image.Image, side: int) -> str:
-    """Return an image as a data address, with `side` pixels at most."""
+    """Return an image as a data URL, with at most `side` pixels per side."""
     image = image.convert("RGB")
     image.thumbnail((side, side))
     content = io.BytesIO()

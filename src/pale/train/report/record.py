@@ -1,4 +1,4 @@
-"""What a report shows of a run: its recipe, its log and its last evaluation, read from the run folder."""
+"""Content of a run folder for the report: recipe, log and last evaluation."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ STEP_TITLES = {
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder, read.
+    """Content of a run folder.
 
     Attributes:
-        folder: of the run.
+        folder: folder of the run.
         recipe: its settings.
-        events: of the log.
-        details: of the last evaluation.
+        events: events of the log.
+        details: content of the last evaluation.json.
     """
 
     folder: Path
@@ -122,7 +122,7 @@ class RunRecord:
 
     @cached_property
     def reported(self) -> Mapping[str, float]:
-        """Figures that the recipe quotes, of the paper or of a peer."""
+        """Reported metrics in the recipe, of the paper or of a peer."""
         found = self.recipe.reported.plain() if self.recipe.reported else {}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -133,21 +133,21 @@ class RunRecord:
         return recipes.get(name) if name in recipes.RECIPES else None
 
     def readable_names(self, classes: Sequence[str]) -> Sequence[str]:
-        """Return the names of classes as they are shown; unchanged where the data that has the names is missing."""
+        """Return the displayed names of classes; unchanged if the data with these names is missing."""
         try:
             return self.recipe.task_class.readable_names(self.recipe, classes)
         except MISSING_DATA:
             return classes
 
     def title(self, name: str) -> tuple[str, str]:
-        """Return the title of an evaluation metric, and its unit, "" where it has none."""
+        """Return the title of an evaluation metric, and its unit, "" if it has none."""
         title = self.recipe.task_class.figure_title(name)
         head, comma, unit = title.rpartition(", ")
         return (head, unit) if comma else (title, "")
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder, of a run that has finished or not."""
+    """Read the folder of a finished or unfinished run."""
     if not (folder / "recipe.yaml").is_file():
         raise RunError(f"{folder} is not a run: it has no recipe.yaml")
     path = folder / "log.jsonl"

@@ -1,4 +1,4 @@
-"""Settings of runs side by side: what differs from the recipe of the package, or between runs."""
+"""Settings that differ from the recipe of the package, or between runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ...recipes.schema import Recipe
 
-NOT_SETTINGS = ("name", "about", "reported", "required")  # they change no run
+NOT_SETTINGS = ("name", "about", "reported", "required")  # without influence on a run
 MISSING = "(none)"  # recipes of different tasks have different settings
 
 

@@ -13,7 +13,11 @@ from .record import STEP_TITLES, RunRecord
 from .settings import different_settings
 from .tables import confusion, number_cell, sorted_tables, table, text
 
-FIRST_CHARTS = ("loss", "lr", "images_per_s")  # of the training loop; the others are folded away
+FIRST_CHARTS = (
+    "loss",
+    "lr",
+    "images_per_s",
+)  # metrics of the training loop; the others are collapsed
 
 
 def single_page(run: RunRecord, task: Task | None = None) -> str:
@@ -37,7 +41,7 @@ def single_page(run: RunRecord, task: Task | None = None) -> str:
 
 
 def progress(run: RunRecord) -> str:
-    """Return how far a run is, such as "finished, 300 of 300 steps"."""
+    """Return the progress of a run, such as "finished, 300 of 300 steps"."""
     planned = run.steps_planned
     length = "?" if planned is None else format_number(planned)
     return f"{run.state}, {format_number(run.steps_done)} of {length} steps"
@@ -136,7 +140,7 @@ def _curves(run: RunRecord) -> str:
 
 
 def charts(run: RunRecord) -> Iterator[tuple[bool, Chart]]:
-    """Yield the curves of a run, and whether each is shown at once.
+    """Yield the curves of a run, and whether each is shown without expanding.
 
     A metric with one value has no curve; one that never changes has none unless it is among the first.
     """
@@ -161,7 +165,7 @@ def charts(run: RunRecord) -> Iterator[tuple[bool, Chart]]:
 
 
 def is_constant(values: Sequence[float]) -> bool:
-    """Whether a curve would be a flat line or a dot."""
+    """Return whether a curve would be a flat line or a dot."""
     return min(values) == max(values)
 
 

@@ -57,10 +57,10 @@ def sorted_tables(rows: Sequence[Row], titles: Sequence[str], chosen: str, name:
     Percentages start with the lowest, counts with the highest, names with A.
 
     Args:
-        rows: with equal keys.
-        titles: of the columns.
+        rows: rows with equal keys.
+        titles: titles of the columns.
         chosen: column of the table that is shown first, if there is such a column.
-        name: of the group of buttons on the page.
+        name: name of the group of buttons on the page.
     """
     columns = list(rows[0])
     percents = [column for column in columns if _is_percent(rows, column)]
@@ -88,7 +88,7 @@ def sorted_tables(rows: Sequence[Row], titles: Sequence[str], chosen: str, name:
 
 
 def _is_percent(rows: Sequence[Row], column: str) -> bool:
-    """Whether a column holds percentages: floats, whereas counts are integers."""
+    """Return whether a column holds percentages: floats, whereas counts are integers."""
     found = [row[column] for row in rows if row[column] is not None]
     return bool(found) and all(isinstance(value, float) for value in found)
 
@@ -112,11 +112,11 @@ def _arrow(rows: Sequence[Row], column: str, percents: Sequence[str]) -> str:
 
 
 def confusion(details: Details, names: Sequence[str], unit: str) -> str:
-    """Return the confusion matrix, where it is small enough to be read, and the most frequent confusions.
+    """Return the confusion matrix, if it is small enough to be readable, and the most frequent confusions.
 
     Args:
-        details: with the matrix.
-        names: of the classes, as they are shown.
+        details: content of evaluation.json, with the matrix.
+        names: names of the classes, as they are shown.
         unit: what is counted, such as "images".
     """
     if details.confusion is None or not names:
@@ -149,7 +149,7 @@ def pairs(matrix: Sequence[Sequence[float]]) -> Iterator[tuple[float, int, int]]
 
 
 def _fraction(row: Sequence[float], j: int) -> float:
-    """Return the share of a cell in its row, 0 to 1; 0 where the row is empty or not finite."""
+    """Return the share of a cell in its row, 0 to 1; 0 if the row is empty or not finite."""
     total = sum(row)
     usable = math.isfinite(total) and total > 0 and math.isfinite(row[j])
     return min(max(row[j] / total, 0.0), 1.0) if usable else 0.0
@@ -161,7 +161,7 @@ def _share(row: Sequence[float], j: int) -> str:
 
 
 def _matrix(matrix: list[list[float]], names: Sequence[str], unit: str) -> str:
-    """Return the matrix as a table: counts, or shares of the row in per cent where counts are long."""
+    """Return the matrix as a table: counts, or shares of the row in per cent if counts are long."""
     finite = [count for row in matrix for count in row if math.isfinite(count)]
     counted = max(finite, default=0.0) <= MAX_COUNT
     head = "".join(f"<th class=up><span>{text(name, 40)}</span>" for name in names)
