@@ -109,6 +109,13 @@ def test_fenced_commands_can_be_typed(page):
             check_command(words)
 
 
+@each_page
+def test_example_files_that_commands_name_exist(page):
+    for block in fenced(page.read_text(), "bash", "sh", "console", "python"):
+        for name in re.findall(r"\bexamples/[\w./-]*\w", block):
+            assert (ROOT / name).is_file(), f"{page.name}: {name}"
+
+
 @pytest.mark.parametrize("name", [" ".join(path) for path, _ in walk(PARSER)])
 def test_examples_in_the_help_can_be_typed(name):
     _, parser = descend(PARSER, name.split())
