@@ -1,5 +1,6 @@
 """What a new user meets first: help, the list of recipes, hints of errors, and files made on the way."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,9 @@ def test_the_command_alone_prints_the_help(capsys):
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 0
-    assert "pale COMMAND --help describes one command." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "pale COMMAND --help describes one command." in out
+    assert re.search("pale train finetune --data.root photos +train on your own images", out)
 
 
 def test_recipes_lists_what_a_new_user_needs_and_all_on_request(capsys):

@@ -33,7 +33,7 @@ CONTAINERS = {
 }
 EPILOG = """Examples:
   pale train quickstart                          train on generated images, minutes on a CPU
-  pale train small_data.pale_t --data.root DIR   train on your own images
+  pale train finetune --data.root photos         train on your own images: photos/<class>/*.jpg
   pale view attention photo.jpg -o look.html     see where a model attends
   pale completion --help                         complete commands and options with TAB
 
