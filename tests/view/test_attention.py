@@ -17,6 +17,7 @@ from view.traces import SMALL, each_mode, scene, traced
 
 import pale
 from pale.cli.main import main
+from pale.predict import Predictor
 from pale.predict.bundle import load
 from pale.view.attention import (
     AttentionTrace,
@@ -26,6 +27,7 @@ from pale.view.attention import (
     undo_merging,
 )
 from pale.view.page import page
+from pale.view.sheet import PAGES
 from pale.weights import zoo
 from pale.weights.write import save_weights
 
@@ -261,6 +263,20 @@ class TestCommand:
             [1] * one.block(3).heads, abs=1e-5
         )
         assert "probability" in page(one)
+
+    @pytest.mark.parametrize("name", ["classify_pets", "segment_pets"])
+    def test_classes_and_scores_are_those_of_predict(self, name: str) -> None:
+        photo = PAGES / "cat.jpg"  # not square: a crop and the whole photo give other answers
+        found = Predictor(name, device="cpu", top=3)(photo)
+        one = trace_attention(photo, name)
+        if name == "classify_pets":
+            best = {s.name: pytest.approx(s.share, abs=1e-5) for s in one.scores[:3]}
+            assert dict(found.scores) == best
+            assert list(found.scores) == [s.name for s in one.scores[:3]]
+        else:
+            # Shares of the pixels of the photo and of the model's map.
+            shares = {each["class"]: each["share"] for each in found.plain()["classes"]}
+            assert shares == {s.name: pytest.approx(100 * s.share, abs=1) for s in one.scores}
 
     def test_untrained_weights_are_reported(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

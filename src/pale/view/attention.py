@@ -193,7 +193,8 @@ class AttentionTrace(BackboneTrace):
     """A `BackboneTrace` with class scores and Grad-CAM; made by `trace_attention`.
 
     Attributes:
-        scores: the classes, highest score first.
+        scores: the classes, highest score first, with the preprocessing of `pale predict`: a classifier is given a centre
+            crop there, whereas attention and Grad-CAM are those of the whole image.
     """
 
     def __init__(self, bundle: ModelBundle, image: Image.Image, size: int) -> None:
@@ -237,8 +238,11 @@ class AttentionTrace(BackboneTrace):
         self._maps.append(output)
 
     def _class_scores(self) -> list[ClassScore]:
-        logits = self._logits.detach()[0]
-        shares = self.bundle.pipeline.trace_scores(logits)
+        bundle = self.bundle
+        with torch.no_grad():
+            images = bundle.normalise(bundle.preprocess(self.image)[None])
+            logits = bundle.pipeline.trace_logits(bundle.model, images)[0]
+        shares = bundle.pipeline.trace_scores(logits)
         names = self.bundle.classes or tuple(f"class {i}" for i in range(len(shares)))
         order = torch.argsort(-shares, stable=True)
         return [ClassScore(int(i), names[int(i)], float(shares[i])) for i in order]
