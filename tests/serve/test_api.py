@@ -19,6 +19,7 @@ from support.weights import TASKS, pixels
 from pale.cli.main import main
 from pale.predict import Predictor
 from pale.serve import Limits, Models
+from pale.serve.models import Prepared
 from pale.view.attention import BackboneTrace, default_size, trace_attention
 
 each_task = pytest.mark.parametrize("task", TASKS)
@@ -83,6 +84,26 @@ class TestAgreement:
             assert mask.mode == "P"
             assert (np.asarray(mask) == alone.labels).mean() > 0.999
             assert mask.getpalette()[:6] == [v for c in alone.colours[:2] for v in c]
+
+    def test_a_request_sets_its_own_score_threshold(self, server, made):
+        content = kinds()["odd"]
+        wanted = {}
+        for score in (0.0, 0.5):
+            alone = Predictor(made["detection"], device="cpu", score=score)(content)
+            wanted[score] = len(alone.objects)
+        assert 0 < wanted[0.5] < wanted[0.0]
+        models = Models([made["detection"]], device="cpu", score=1.0)
+        image = Image.open(io.BytesIO(content)).convert("RGB")
+        tensor = models.predictors["detection"].prepare(image)
+        given = [Prepared("a", image, tensor, score) for score in (None, 0.0, 0.5, None)]
+        found = [len(each.objects) for each in models.predict("detection", given)]
+        assert found == [0, wanted[0.0], wanted[0.5], 0]
+        for query, count in (("?score=0.5", wanted[0.5]), ("", wanted[0.0])):
+            answer = server.client.post(f"/predict/detection{query}", content=content).json()
+            assert len(answer["objects"]) == count
+        for query in ("classification?score=0.5", "detection?score=2"):
+            refused = server.client.post(f"/predict/{query}", content=content)
+            assert refused.status_code == 422
 
     @pytest.mark.parametrize("workers", [8])
     def test_images_of_simultaneous_clients_are_not_mixed_up(self, server, made, workers):

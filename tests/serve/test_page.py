@@ -185,6 +185,23 @@ def test_objects_are_drawn_listed_and_chosen_by_score(page, made, photo):
     assert not np.array_equal(canvas(page), drawn)
 
 
+def test_the_slider_of_scores_reaches_below_the_threshold_of_the_server(browser, made, photo):
+    found = Predictor(made["detection"], device="cpu", score=0.05)(photo).objects
+    strict = Models([made["detection"]], device="cpu", score=1.0)
+    with running(strict, Limits(wait_ms=0)) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        shown(page, "detection", photo)
+        assert "No objects found" in page.inner_text("#result")
+        assert page.locator("#score").get_attribute("min") == "0.05"
+        assert page.locator("#score").input_value() == "1"
+        assert "minimum score" in page.inner_text("#scorecard").lower()
+        page.locator("#score").fill("0.05")
+        settle(page)
+        assert page.locator("#result li").count() == len(found)
+        page.close()
+
+
 def test_keys_move_the_point_by_a_token(page, photo):
     shown(page, "classification", photo)
     page.click("#strip button[data-view='1']")

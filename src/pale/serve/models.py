@@ -42,11 +42,13 @@ class Prepared:
         name: name of the file, repeated in the response.
         image: RGB.
         tensor: the image as `Predictor.prepare` returns it.
+        score: detection: score threshold; None: that of the server.
     """
 
     name: str
     image: Image.Image
     tensor: Tensor
+    score: float | None = None
 
 
 class Models:
@@ -188,10 +190,15 @@ class Models:
         return [next(predictions if isinstance(i, Prepared) else outputs) for i in items]
 
     def predict(self, name: str, items: Sequence[Prepared]) -> list[Prediction]:
-        """Return the predictions of a model."""
-        predictor = self.predictors[name]
-        columns = [i.image for i in items], [i.name for i in items], [i.tensor for i in items]
-        return predictor.predict(*columns)
+        """Return the predictions of a model; images with one score threshold go through it together."""
+        predictor, found = self.predictors[name], dict[int, Prediction]()
+        for score in dict.fromkeys(item.score for item in items):
+            numbers = [n for n, item in enumerate(items) if item.score == score]
+            given = [items[n] for n in numbers]
+            columns = [i.image for i in given], [i.name for i in given], [i.tensor for i in given]
+            with predictor.loaded.pipeline.at_score(predictor.loaded.model, score):
+                found.update(zip(numbers, predictor.predict(*columns), strict=True))
+        return [found[n] for n in range(len(items))]
 
     def trace(self, name: str, image: Image.Image) -> BackboneTrace:
         """Return the attention of a model on an image, computed on the CPU."""

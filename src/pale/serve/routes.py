@@ -77,6 +77,14 @@ def add_image_routes(app: FastAPI, service: Service) -> None:
         inline_mask: Annotated[
             bool, Query(description="segmentation: add the mask to the JSON, as a PNG in base64")
         ] = False,
+        score: Annotated[
+            float | None,
+            Query(
+                ge=0,
+                le=1,
+                description="detection: score threshold (default: that of the server, `least_score` in /health)",
+            ),
+        ] = None,
     ) -> Response:
         """Run the model of a task on an image.
 
@@ -84,7 +92,7 @@ def add_image_routes(app: FastAPI, service: Service) -> None:
         """
 
         async def handle(served: ServedRequest) -> Response:
-            return await _predict(served, output, inline_mask)
+            return await _predict(served, output, inline_mask, score)
 
         found = service.models.find(task, model)
         return await respond_and_drain(ServedRequest(service, request, "predict", found), handle)
@@ -119,13 +127,17 @@ def add_image_routes(app: FastAPI, service: Service) -> None:
         return await respond_and_drain(ServedRequest(service, request, "look", found), handle)
 
 
-async def _predict(served: ServedRequest, output: Output, inline_mask: bool) -> Response:
+async def _predict(
+    served: ServedRequest, output: Output, inline_mask: bool, score: float | None
+) -> Response:
     service = served.service
     worker = served.find_worker(service.predicting)
     if (output == "mask" or inline_mask) and not service.models.has_mask(served.model):
         raise RefusedError(422, f"{served.task} has no mask; only segmentation has one")
     predictor, pixels = service.models.predictors[served.model], 0
     pipeline = predictor.loaded.pipeline
+    if score is not None and not pipeline.has_score:
+        raise RefusedError(422, f"{served.task} has no score threshold; only detection has one")
 
     def plan(width: int, height: int) -> tuple[int, Callable[[Image.Image], Tensor]]:
         nonlocal pixels
@@ -138,7 +150,7 @@ async def _predict(served: ServedRequest, output: Output, inline_mask: bool) -> 
         return needed, predictor.prepare
 
     name, image, tensor = await served.read_image(worker, plan)
-    future = served.submit(worker, Prepared(name, image, tensor), pixels)
+    future = served.submit(worker, Prepared(name, image, tensor, score), pixels)
     # From here on only the queue holds them: they are free before the result is drawn.
     del image, tensor
     prediction = await served.result(future)

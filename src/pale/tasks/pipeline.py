@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -83,6 +84,7 @@ class Pipeline(ABC):
         counted: unit in which the agreement of an exported file with PyTorch is counted.
         score_label: meaning of the numbers that `trace_scores` returns.
         has_mask: whether predictions have a mask.
+        has_score: whether predictions have objects with a score, of which `at_score` keeps more or fewer.
         has_embedding: whether its models return one vector per image (timm's `forward_head`).
         classes: names, in the order of the model's outputs; empty if not known.
         interpolation: interpolation for resizing.
@@ -96,6 +98,7 @@ class Pipeline(ABC):
     counted: ClassVar[str] = "images"
     score_label: ClassVar[str] = "probability"
     has_mask: ClassVar[bool] = False
+    has_score: ClassVar[bool] = False
     has_embedding: ClassVar[bool] = False
 
     classes: tuple[str, ...] = ()
@@ -166,6 +169,11 @@ class Pipeline(ABC):
 
     def configure(self, model: nn.Module) -> None:  # noqa: B027
         """Pass settings to a model that stores some itself; called once before the first prediction."""
+
+    @contextmanager
+    def at_score(self, model: nn.Module, score: float | None) -> Iterator[None]:
+        """Predict with another score threshold in this context; None, or a task without one: no change."""
+        yield
 
     # Prediction.
 

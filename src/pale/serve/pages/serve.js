@@ -10,6 +10,7 @@ const MODES = {
 const RAMP = [[27,12,65],[74,12,107],[120,28,109],[165,45,96],[207,68,70],[237,105,37],[251,155,6],[247,209,61],[252,255,164]];
 const ramp = v => { const x = clamp(v, 0, 1) * (RAMP.length - 1), n = Math.min(RAMP.length - 2, Math.floor(x)), f = x - n; return RAMP[n].map((a, c) => a + f * (RAMP[n + 1][c] - a)); };
 const COLORS = { row: [95, 165, 225], column: [244, 196, 70], both: [138, 205, 140], pale: [214, 110, 170] };
+const SLIDER_FROM = .05;  // lowest score of an object that is asked for
 const MAX_MASK = 1024;  // pixels of the longer side of drawn masks
 let server = null, asking = null;
 const state = { task: null, file: null, photo: null, results: {}, looks: {}, view: "result", mode: "attention", x: .5, y: .5, pinned: false, on: -1, opacity: .55, score: .5 };
@@ -71,7 +72,7 @@ async function ask() {
   document.body.dataset.state = "busy";
   try {
     if (!state.results[task]) {
-      const found = await answer(`/predict/${task}${task === "segmentation" ? "?inline_mask=true" : ""}`, post);
+      const found = await answer(`/predict/${task}${{ segmentation: "?inline_mask=true", detection: `?score=${leastScore()}` }[task] || ""}`, post);
       await prepare(found);
       state.results[task] = found;
     }
@@ -139,6 +140,8 @@ function shape(code, colour) {
   return canvas;
 }
 
+// The slider reaches below the server's threshold, which is where it starts.
+const leastScore = () => Math.min(SLIDER_FROM, server.least_score);  // kept name
 const kept = found => (found?.objects || []).filter(o => o.score >= state.score);
 
 // Show the result in the side column.
@@ -390,7 +393,7 @@ async function begin() {
   server = about;
   state.task = Object.keys(server.models)[0];
   state.score = server.least_score;  // kept name
-  Object.assign($("score"), { min: state.score, value: state.score }); $("scoreshown").textContent = state.score.toFixed(2);
+  Object.assign($("score"), { min: leastScore(), value: state.score }); $("scoreshown").textContent = state.score.toFixed(2);
   $("opacity").value = 100 * state.opacity; $("opacityshown").textContent = `${$("opacity").value} %`;
   tasks();
   document.body.dataset.state = "ready";

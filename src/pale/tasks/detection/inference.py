@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -176,6 +177,7 @@ class DetectionPipeline(DensePipeline):
     kind: ClassVar[str] = "detection"
     question: ClassVar[str] = "Where, and what shape?"
     counted: ClassVar[str] = "objects"
+    has_score: ClassVar[bool] = True
 
     test: Testing = field(default_factory=Testing)
     categories: tuple[int, ...] = ()
@@ -233,8 +235,18 @@ class DetectionPipeline(DensePipeline):
         rle.codec()  # raises an error if a package is missing
         self._set_thresholds(model)
 
-    def _set_thresholds(self, model: Any) -> None:
-        model.set_thresholds(self.test.score, self.test.nms, self.test.most)
+    def _set_thresholds(self, model: Any, score: float | None = None) -> None:
+        score = self.test.score if score is None else score
+        model.set_thresholds(score, self.test.nms, self.test.most)
+
+    @contextmanager
+    def at_score(self, model: nn.Module, score: float | None) -> Iterator[None]:
+        """Detect with another score threshold in this context; None: no change."""
+        self._set_thresholds(model, score)
+        try:
+            yield
+        finally:
+            self._set_thresholds(model)
 
     @property
     def bounds(self) -> Testing:
