@@ -1,6 +1,7 @@
 """The page of the demo: with weights and without, linked to the files beside it."""
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from support.recipes import classification_recipe
 from support.weights import weights
 
 from pale.cli.main import main
+from pale.predict import Predictor
 from pale.train.distributed import World
 from pale.train.loop import train
-from pale.view.demo import write
+from pale.view.demo import PHOTO, predictions, write
 from pale.weights import zoo
 
 
@@ -74,6 +76,32 @@ def test_weights_of_three_tasks_and_a_run_are_shown(box, tmp_path):
     assert "mIoU 61.5" in text
     assert "box AP 31.5, mask AP 21.5" in text
     assert "of new images right" in text
+
+
+def test_the_page_opens_with_right_predictions_and_shows_a_failure(tmp_path):
+    found = {each.entry.task: each for each in predictions(PHOTO)}
+    assert found["detection"].prediction.words() == "1 cat"
+    right = {task: each.is_right for task, each in found.items()}
+    assert right == {"classification": False, "segmentation": True, "detection": True}
+    text = write(tmp_path).read_text()
+    opening, limits, rest = re.split("<h2>Limits|<h2>Attention of one token", text)
+    assert opening.index("1 cat") < opening.index("pet 66.1 %")
+    breeds = found["classification"].prediction.words()
+    assert breeds not in opening
+    assert breeds in limits
+    assert "top-1 58.3" in limits
+    # The attention is that of a model whose prediction is right, and no class has two scores on the page.
+    assert "detect_pets, trained weights" in rest
+    assert breeds == Predictor("classify_pets", device="cpu")(PHOTO).words()
+
+
+def test_another_photo_keeps_all_predictions_and_the_failure_of_the_example(box, tmp_path):
+    Image.new("RGB", (60, 40), "green").save(tmp_path / "green.png")
+    text = write(tmp_path / "out", tmp_path / "green.png").read_text()
+    opening, limits, _ = re.split("<h2>Limits|<h2>Attention of one token", text)
+    assert opening.count("<figure>") == 3
+    assert ("the example photo shows a cat" in limits) == ("<figure>" in limits)
+    assert "the photo above" not in limits
 
 
 def test_without_weights_the_page_says_so(tmp_path, monkeypatch, capsys):

@@ -57,7 +57,7 @@ class Attention(Reporting, AttentionSettings, name="view attention"):
 
 
 class Demo(Reporting, name="demo"):
-    """Write one page with everything: predictions and attention for a photo, and a short training.
+    """Write one page with everything: predictions and attention for a photo, limits, and a short training.
 
     The training takes about two minutes on two cores, the rest about half a minute (--no-training).
     """

@@ -193,8 +193,8 @@ class AttentionTrace(BackboneTrace):
     """A `BackboneTrace` with class scores and Grad-CAM; made by `trace_attention`.
 
     Attributes:
-        scores: the classes, highest score first, with the preprocessing of `pale predict`: a classifier is given a centre
-            crop there, whereas attention and Grad-CAM are those of the whole image.
+        scores: the classes, highest score first, with the preprocessing of `pale predict`: a classifier is given a
+            centre crop there, whereas attention and Grad-CAM are those of the whole image.
     """
 
     def __init__(self, bundle: ModelBundle, image: Image.Image, size: int) -> None:

@@ -1,4 +1,8 @@
-"""The page of `pale demo`: predictions and attention on one photo, and a short training run."""
+"""The page of `pale demo`: predictions and attention on one photo, their limits, and a short training run.
+
+What the packaged photo shows is known, so the page opens with the predictions that are right, and wrong ones are its
+example of the limits. Every prediction uses the preprocessing of `pale predict`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from PIL import Image
 
 from ..core.escaping import escape_html
 from ..core.escaping import html_page as whole_page
+from ..data import rle
 from ..errors import DataError
 from ..model.pale_transformer import VARIANTS
 from ..predict import Prediction, Predictor
@@ -32,6 +37,8 @@ from .page import save
 from .sheet import PAGES, sheet
 
 PHOTO = PAGES / "cat.jpg"
+# A cat without a breed, face in the centre: labels of it, in lower case. No name of a breed is right.
+TRUTH = frozenset({"cat", "pet", "tabby", "tabby cat", "domestic cat", "house cat"})
 STYLE = (PAGES / "demo.css").read_text() + charts.STYLE
 
 
@@ -41,6 +48,23 @@ class Shown:
 
     entry: zoo.ZooEntry
     prediction: Prediction
+
+    @property
+    def order(self) -> bool:
+        """Sort key: objects with a score first, then regions."""
+        return all(region.score is None for region in self.prediction.regions())
+
+    @property
+    def is_right(self) -> bool:
+        """Whether a prediction for the packaged photo is right: its objects, or its class at the centre."""
+        width, height = self.prediction.image.size
+        labels = [
+            region.label
+            for region in self.prediction.regions()
+            if region.score is not None
+            or rle.draw(region.shape, (height, width))[height // 2, width // 2]
+        ]
+        return bool(labels) and all(TRUTH & set(x.casefold().split(", ")) for x in labels)
 
 
 def require_photo(path: Path) -> Path:
@@ -85,14 +109,18 @@ def write(
     output.mkdir(parents=True, exist_ok=True)
     report("predicting")
     shown = predictions(photo)
+    known = shown if photo == PHOTO else predictions(PHOTO)  # of a photo whose content is known
+    if photo == PHOTO:
+        shown = sorted((each for each in shown if each.is_right), key=lambda each: each.order)
     report("tracing attention")
-    source = zoo.default_name(DEFAULT_TASK) or "pale_nano"
+    source = shown[0].entry.name if shown else zoo.default_name(DEFAULT_TASK) or "pale_nano"
     trace = trace_attention(photo, source)
     save(trace, output / "attention.html", title=photo.name)
     parts = [
         _header(photo),
         _predictions(shown),
-        _attention(sheet(trace), trace.bundle.trained, trace.bundle.name),
+        _limits([each for each in known if not each.is_right], photo),
+        _attention(sheet(trace), trace.bundle.trained, source),
         _pales(),
         _training(output, run) if run is not None else "",
     ]
@@ -105,7 +133,7 @@ def write(
 def _header(photo: Path) -> str:
     credit = ""
     if photo == PHOTO:
-        credit = "Photo: Chelsea, by Stéfan van der Walt, CC0, from scikit-image."
+        credit = "Photo: Chelsea, by Stéfan van der Walt, CC0, from scikit-image; no model was trained on it."
     return (
         "<h1>Pale Transformer</h1><p>A vision backbone with attention in interlaced rows and columns. This page was "
         f"made on this computer without downloads. {credit}</p>"
@@ -113,27 +141,55 @@ def _header(photo: Path) -> str:
 
 
 def _predictions(shown: Sequence[Shown]) -> str:
-    if not shown:
+    if not zoo.list_entries():
         return (
-            "<h2>One photo, three tasks</h2><p>This installation contains no weights. Train a model: "
+            "<h2>Predictions</h2><p>This installation contains no weights. Train a model: "
             "<code>pale train quickstart</code>, then <code>pale predict PHOTO --weights RUN</code>.</p>"
         )
-    cards = []
-    for each in shown:
-        entry, prediction = each.entry, each.prediction
-        facts = f"{entry.model}, {entry.params / 1e6:.1f} M parameters, {entry.bytes / 1e6:.1f} MB"
-        cards.append(
-            f"<figure>{_figure(prediction.draw(), 760)}<figcaption>"
-            f"<b>{TASKS[entry.task].pipeline.question}</b> {escape_html(prediction.words())}<br>"
-            f"<small>{escape_html(entry.name)}: {escape_html(facts)}; "
-            f"{escape_html(entry.headline)} on {escape_html(entry.data)}</small>"
-            "</figcaption></figure>"
-        )
     return (
-        f"<h2>One photo, three tasks</h2><div class=cards>{''.join(cards)}</div>"
+        f"<h2>Predictions for one photo</h2><div class=cards>{''.join(map(_card, shown))}</div>"
         "<p>For your own photos: <code>pale predict PHOTO --task segmentation -o out</code>, or in a browser: "
-        "<code>pale serve</code>.</p>"
+        "<code>pale serve</code>. To train on them: <code>pale train finetune --data.root photos</code>.</p>"
     )
+
+
+def _card(shown: Shown) -> str:
+    entry, prediction = shown.entry, shown.prediction
+    facts = f"{entry.model}, {entry.params / 1e6:.1f} M parameters, {entry.bytes / 1e6:.1f} MB"
+    return (
+        f"<figure>{_figure(prediction.draw(), 760)}<figcaption>"
+        f"<b>{TASKS[entry.task].pipeline.question}</b> {escape_html(prediction.words())}<br>"
+        f"<small>{escape_html(entry.name)}: {escape_html(facts)}; "
+        f"{escape_html(entry.headline)} on {escape_html(entry.data)}</small>"
+        "</figcaption></figure>"
+    )
+
+
+def _limits(wrong: Sequence[Shown], photo: Path) -> str:
+    """Return the failures for the packaged photo, and what to expect of the packaged models."""
+    entries = zoo.list_entries()
+    if not entries:
+        return ""
+    sources = " and ".join(dict.fromkeys(entry.data for entry in entries))
+    lines = [
+        f"The included models are small and know only their training data ({escape_html(sources)}). They have no "
+        "answer for anything else: a photo of something else gets one of their classes too. Outlines are coarse, and "
+        "close-ups lose parts."
+    ]
+    lines += [
+        f"{escape_html(e.name)}: {escape_html(e.headline)} on {e.figures.get('images', 0):,.0f} test images."
+        for e in entries
+    ]
+    failure = ""
+    if wrong:
+        where = "the photo above" if photo == PHOTO else "the example photo"
+        failure = (
+            f"<p>A failure: {where} shows a cat without a breed, so every name of a breed is wrong. "
+            f"{'This model' if len(wrong) == 1 else 'These models'} can only answer with a class from the training; "
+            "low probabilities are the one sign that none fits.</p>"
+            f"<div class=cards>{''.join(map(_card, wrong))}<div></div></div>"
+        )
+    return f"<h2>Limits</h2><ul>{''.join(f'<li>{x}' for x in lines)}</ul>{failure}"
 
 
 def _attention(image: Image.Image, trained: bool, name: str) -> str:
