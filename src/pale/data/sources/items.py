@@ -28,6 +28,7 @@ from ..reading import (
     open_regular,
 )
 from .shards import read_at
+from .tar_files import tar_members
 
 MAX_SHARDS = 1_000_000
 MAX_PACKED_BYTES = 2**28  # of an image in an archive, because several are held in memory
@@ -274,12 +275,10 @@ def tar_items(path: str, name: str) -> Iterator[ImageItem]:
     try:
         with open_regular(path) as file:
             archive = OpenArchive(path)
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                while (member := tar.next()) is not None:
-                    tar.members.clear()  # type: ignore[attr-defined]  # it would keep every header in memory
-                    if member.isreg() and is_image_name(member.name):
-                        inside = display_name(f"{name}/{member.name}")
-                        yield TarItem(inside, archive, member.offset_data, member.size)
+            for member in tar_members(file):
+                if member.isreg() and is_image_name(member.name):
+                    inside = display_name(f"{name}/{member.name}")
+                    yield TarItem(inside, archive, member.offset_data, member.size)
     except (tarfile.TarError, ValueError, OSError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         yield BadItem(

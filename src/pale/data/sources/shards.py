@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
@@ -32,6 +32,7 @@ from ..reading import (
     require_distinct_names,
 )
 from .images import ImageFiles, numbered_classes
+from .tar_files import tar_members
 
 T = TypeVar("T")
 Place = tuple[int, int, int, bytes]  # shard, offset, size and key of an image
@@ -205,25 +206,24 @@ def _read_members(
     """Return offset and size of the images in a tar, and the values of the files beside them, by key."""
     images: dict[str, tuple[int, int]] = {}
     values: dict[str, T] = {}
-    with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        for member in tar:
+    with open_regular(path) as file:
+        for member in tar_members(file):
             key, dot, suffix = member.name.partition(".")
             if not member.isreg():
                 continue
             if f"{dot}{suffix}".lower() in SUFFIXES:
                 images[key] = member.offset_data, member.size
             elif suffix == beside:
-                values[key] = parse(_read_small(tar, member, limit, content))
+                values[key] = parse(_read_small(file, member, limit, content))
     return images, values
 
 
-def _read_small(tar: tarfile.TarFile, member: tarfile.TarInfo, limit: int, content: str) -> bytes:
-    file = tar.extractfile(member)
-    if file is None or member.size > limit:
+def _read_small(file: BinaryIO, member: tarfile.TarInfo, limit: int, content: str) -> bytes:
+    if member.size > limit:
         raise ValueError(
             f"{member.name!r} does not contain {content}: it has {member.size} bytes, at most {limit}"
         )
-    return file.read()
+    return read_at(file.fileno(), member.size, member.offset_data)
 
 
 def save_index(folder: Path, split: str, index: ShardIndex) -> None:
