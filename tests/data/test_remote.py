@@ -267,6 +267,55 @@ def test_a_redirect_to_another_host_is_refused(web, quick):
         Store(address, quick).read(address)
 
 
+REDIRECTS = {
+    "location": ("Location", "http://{other}/x.png"),
+    "relative": ("Location", "//{other}/x.png"),
+    "tabs": ("Location", "\t/\t/{other}/x.png"),
+    "uri": ("URI", "http://{other}/x.png"),  # aiohttp follows it, too
+}
+
+
+@pytest.mark.parametrize("name", REDIRECTS)
+def test_no_spelling_of_a_redirect_reaches_another_host(quick, name):
+    asked = []
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_):
+            pass
+
+    class First(Other):
+        def do_GET(self):
+            header, target = REDIRECTS[name]
+            self.send_response(302)
+            self.send_header(header, target.format(other=f"127.0.0.1:{ports[0]}"))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET  # noqa: N815
+
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), h) for h in (Other, First)]
+    ports = [server.server_port for server in servers]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{ports[1]}/x.png"
+    try:
+        with pytest.raises(RemoteError, match="only the host that was typed is contacted"):
+            Store(address, quick).read(address)
+        with pytest.raises(RemoteError):  # fsspec gives another reason
+            Store(address, quick).size(address)
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+    assert asked == []
+
+
 def test_a_file_beyond_the_limit_is_refused(web, proxy, bucket, quick):
     address = f"http://127.0.0.1:{web.port}/two.tar"
     for store, name in (

@@ -38,6 +38,10 @@ class RemoteError(PaleError, OSError):
     """A file of a store could not be read, after all attempts."""
 
 
+class _OtherHostError(Exception):
+    """A server redirects to another host; not an `OSError`, which aiohttp would replace by its own."""
+
+
 class StoreUnavailableError(UnavailableError):
     """A store fails repeatedly."""
 
@@ -235,6 +239,11 @@ class Store:
                 found = call()
             except PaleError:
                 raise
+            except _OtherHostError as error:
+                raise RemoteError(
+                    f"{name}: the server redirects to {display_name(str(error))!r}, and only the host that was typed "
+                    "is contacted; give that address instead if you trust it"
+                ) from None
             except (FileNotFoundError, PermissionError) as error:
                 raise RemoteError(
                     f"{name}: {_reason(error)}; check the address and the credentials"
@@ -296,23 +305,24 @@ def _open_system(scheme: str, host: str, options: RemoteOptions) -> Any:
 
 
 def _web_client(host: str, timeout: float) -> Callable[..., Awaitable[Any]]:
-    """Return a function that opens a session without redirects to other hosts."""
+    """Return a function that opens a session which connects to one host, whatever a redirect names."""
 
     async def client(**options: Any) -> Any:
         import aiohttp
+        from yarl import URL
 
-        async def refuse(session: Any, context: Any, answer: Any) -> None:
-            target = answer.response.headers.get("Location", "")
-            if "//" in target and target.split("//", 1)[1].split("/")[0] != host:
-                raise RemoteError(
-                    f"{answer.url}: the server redirects to {display_name(target)!r}, and only the host that was typed "
-                    "is contacted; give that address instead if you trust it"
-                )
+        typed = URL(f"http://{host}")
 
-        trace = aiohttp.TraceConfig()
-        trace.on_request_redirect.append(refuse)
+        class OneHost(aiohttp.TCPConnector):  # type: ignore[misc]
+            """Connects to the host that was typed: redirects have more than one spelling, connections only one."""
+
+            async def connect(self, req: Any, *args: Any, **more: Any) -> Any:
+                if (req.url.host, req.url.explicit_port) != (typed.host, typed.explicit_port):
+                    raise _OtherHostError(str(req.url))
+                return await super().connect(req, *args, **more)
+
         limits = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
-        return aiohttp.ClientSession(timeout=limits, trace_configs=[trace], **options)
+        return aiohttp.ClientSession(timeout=limits, connector=OneHost(), **options)
 
     return client
 

@@ -1,4 +1,4 @@
-"""Headers of tar archives. An archive may come from anyone: they are bounded in size, and reading only moves forward."""
+"""Headers of tar archives. An archive may come from anyone: headers are bounded, and reading only moves forward."""
 
 from __future__ import annotations
 
