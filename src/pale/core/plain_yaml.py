@@ -8,6 +8,7 @@ import yaml
 
 MAX_DEPTH = 20  # of nested values
 MAX_SCALAR = 10_000  # characters of a value
+MAX_VALUES = 100_000  # of a document; each takes some 20 microseconds and 3 kB
 
 
 class _Loader(yaml.SafeLoader):
@@ -20,6 +21,9 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError(f"aliases (*{event.anchor}) are not supported; write the value")
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_SCALAR:
             raise yaml.YAMLError(f"a value has {len(event.value)} characters, at most {MAX_SCALAR}")
+        self.values = getattr(self, "values", 0) + 1
+        if self.values > MAX_VALUES:
+            raise yaml.YAMLError(f"it has more than {MAX_VALUES:,} values")
         self.depth = getattr(self, "depth", 0) + 1
         if self.depth > MAX_DEPTH:
             raise yaml.YAMLError(f"values are nested more than {MAX_DEPTH} deep")

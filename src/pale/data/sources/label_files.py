@@ -20,6 +20,8 @@ from ..reading import SUFFIXES, display_name, read_bytes
 LabelFormat = Literal["yolo", "voc"]
 MAX_LABEL_BYTES = 2**24  # maximum size of one label file
 MAX_COORDINATE = 1e7  # pixels
+MAX_OBJECTS = 20_000  # of one label file
+MAX_DRAWN = 2**33  # objects of an image times its pixels, where each object is drawn by itself
 THREADS = 8  # threads mostly wait for the disk
 
 
@@ -154,6 +156,23 @@ def read_label_bytes(path: Path) -> bytes:
             f"{display_name(path)} cannot be read ({error.strerror or error}); give a regular file of at most "
             f"{MAX_LABEL_BYTES:,} bytes"
         ) from None
+
+
+def too_many_objects(path: Path, count: int) -> str | None:
+    """Return the problem of a label file with more objects than can be read, or None."""
+    if count <= MAX_OBJECTS:
+        return None
+    return f"{display_name(path)}: {count:,} objects, an image may have {MAX_OBJECTS:,}"
+
+
+def require_drawable(path: Path, count: int, size: tuple[int, int]) -> None:
+    """Raise if drawing so many objects at the size of the image would take minutes."""
+    h, w = size
+    if count * h * w > MAX_DRAWN:
+        raise DataError(
+            f"{display_name(path)}: {count:,} objects in an image of {w}x{h} are too many to draw, there may be "
+            f"{MAX_DRAWN // (h * w):,}; shrink or cut the image"
+        )
 
 
 def read_label_text(path: Path) -> str:

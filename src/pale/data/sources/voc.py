@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from ...errors import DataError
 from .. import rle
-from ..decoding import image_size, read_stored_image
+from ..decoding import image_size, read_header, read_stored_image
 from ..reading import (
     MAX_PIXELS,
     MAX_SIDE,
@@ -36,7 +37,7 @@ from ..reading import (
     open_image,
     open_regular,
 )
-from .class_list import IGNORED, ClassEntry, Labels, palette
+from .class_list import IGNORED, ClassEntry, Labels, palette, row_strips
 from .label_files import (
     MAX_COORDINATE,
     LabelledImage,
@@ -45,6 +46,8 @@ from .label_files import (
     collect_images,
     find_images,
     read_label_text,
+    require_drawable,
+    too_many_objects,
 )
 from .masks import MaskFiles, MaskKind, read_mask
 from .xml_files import read_xml
@@ -57,6 +60,7 @@ VOC_CLASSES = (
 VOID = ClassEntry(IGNORED, "void", (224, 224, 192))
 LABEL_MAP = "labelmap.txt"  # of CVAT and Datumaro
 NOT_OBJECTS = ("background", "void", "ignored")
+LARGE_MASK = 2**24  # pixels
 CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
@@ -165,7 +169,11 @@ def read_voc(root: Path, split: str, whole: bool, threads: int) -> LabelledImage
                 size = {"width": w, "height": h}
             mask = root / "SegmentationObject" / f"{name}.png"
             if mask.is_file():
-                add_shapes(objects, mask, (size["height"], size["width"]))
+                sides = (size["height"], size["width"])
+                if math.prod(sides) > LARGE_MASK:
+                    large.submit(add_shapes, objects, mask, sides).result()
+                else:
+                    add_shapes(objects, mask, sides)
         except (DataError, UnreadableImageError) as error:
             return LabelledImage(entry, (), [str(error)])
         return LabelledImage(entry | size, list(objects.values()), problems)
@@ -175,7 +183,9 @@ def read_voc(root: Path, split: str, whole: bool, threads: int) -> LabelledImage
             f"the list of the split {split} names {display_name(unsafe[0])[:200]}; names are those of files in "
             f"{root / files.folder} without suffix"
         )
-    return collect_images(root, root, classes, files.names, read, threads)
+    # One thread for all large masks: each takes several bytes per pixel, which a thread keeps for its next one.
+    with ThreadPoolExecutor(1) as large:
+        return collect_images(root, root, classes, files.names, read, threads)
 
 
 def object_classes(root: Path, files: VocFiles) -> list[str]:
@@ -208,7 +218,10 @@ def parse_annotation(
     found = read_xml(path)
     objects: dict[int, dict[str, Any]] = {}
     problems = []
-    for place, each in enumerate(found.findall("object"), start=1):
+    listed = found.findall("object")
+    if (problem := too_many_objects(path, len(listed))) is not None:
+        return _size(found, path), {}, [problem]
+    for place, each in enumerate(listed, start=1):
         where = f"{display_name(path)}, object {place}"
         name, box = _text(each, "name"), each.find("bndbox")
         corners = [_number(box, corner) for corner in CORNERS] if box is not None else [None] * 4
@@ -263,17 +276,19 @@ def _number(element: Element | None, tag: str) -> float | None:
 
 def add_shapes(objects: dict[int, dict[str, Any]], path: Path, size: tuple[int, int]) -> None:
     """Add the shapes of SegmentationObject, whose values are the positions of the objects in the XML file."""
-    values = object_numbers(path)
-    if values.shape != size:
+    (w, h), _ = read_header(path)
+    if (h, w) != size:
         raise DataError(
-            f"{display_name(path)} is {values.shape[1]}x{values.shape[0]}, its image {size[1]}x{size[0]}; both must "
-            "have one size"
+            f"{display_name(path)} is {w}x{h}, its image {size[1]}x{size[0]}; both must have one size"
         )
-    for place, entry in objects.items():
+    values = object_numbers(path)
+    present = _values_in(values)
+    shown = {place: entry for place, entry in objects.items() if place in present}
+    require_drawable(path, len(shown), size)
+    for place, entry in shown.items():
         mask = values == place
         box = rle.box_of(mask)
-        if box is None:
-            continue
+        assert box is not None
         left, top, w, h = entry["bbox"]
         if box[0] >= left + w or box[2] <= left or box[1] >= top + h or box[3] <= top:
             raise DataError(
@@ -286,15 +301,22 @@ def add_shapes(objects: dict[int, dict[str, Any]], path: Path, size: tuple[int, 
 def object_numbers(path: Path) -> NDArray[Any]:
     """Return the object number of each pixel; colours, which some tools write, are mapped by VOC's palette."""
     image = read_stored_image(path)
-    pixels = np.asarray(image)
-    if pixels.ndim == 2:
-        return pixels
-    packed = np.asarray(image.convert("RGB")).astype(np.int32) @ np.array([65536, 256, 1], np.int32)
+    if len(image.getbands()) == 1:
+        return np.asarray(image)
     colours = {r << 16 | g << 8 | b: i for i, (r, g, b) in enumerate(palette(255), start=1)}
-    known, where = np.unique(packed, return_inverse=True)
-    numbers = np.array([colours.get(int(colour), 0) for colour in known])
-    found: NDArray[Any] = numbers[where].reshape(packed.shape)
+    found = np.empty((image.height, image.width), np.uint8)
+    for rows in row_strips(found):
+        strip = image.crop((0, rows.start, image.width, min(rows.stop, image.height)))
+        pixels = np.asarray(strip.convert("RGB")).astype(np.int32)
+        packed = pixels @ np.array([65536, 256, 1], np.int32)
+        known, where = np.unique(packed, return_inverse=True)
+        numbers = np.array([colours.get(int(colour), 0) for colour in known], np.uint8)
+        found[rows] = numbers[where].reshape(packed.shape)
     return found
+
+
+def _values_in(pixels: NDArray[Any]) -> set[int]:
+    return {int(value) for rows in row_strips(pixels) for value in np.unique(pixels[rows])}
 
 
 def read_label_map(path: Path) -> list[ClassEntry]:

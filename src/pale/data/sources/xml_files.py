@@ -12,17 +12,21 @@ from ..reading import display_name
 from .label_files import read_label_bytes
 
 MAX_DEPTH = 20
+MAX_ELEMENTS = 500_000  # an object has 10 to 25
 
 
 def read_xml(path: Path) -> Element:
     """Return the root element of a file."""
     content = read_label_bytes(path)
     builder = TreeBuilder()
-    depth = 0
+    depth = count = 0
 
     def start(tag: str, values: dict[str, str]) -> None:
-        nonlocal depth
+        nonlocal depth, count
         depth += 1
+        count += 1
+        if count > MAX_ELEMENTS:
+            raise DataError(f"{display_name(path)} has more than {MAX_ELEMENTS:,} elements")
         if depth > MAX_DEPTH:
             raise DataError(f"{display_name(path)}: elements are nested more than {MAX_DEPTH} deep")
         builder.start(tag, values)

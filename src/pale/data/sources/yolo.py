@@ -29,6 +29,8 @@ from .label_files import (
     inside,
     read_label_bytes,
     read_label_text,
+    require_drawable,
+    too_many_objects,
 )
 from .masks import MaskFiles
 
@@ -237,6 +239,8 @@ def parse_labels(
         lines = read_label_text(path).splitlines()
     except DataError as error:
         return [], [str(error)]
+    if (problem := too_many_objects(path, len(lines))) is not None:
+        return [], [problem]
     objects, problems, seen = [], [], set()
     for number, line in enumerate(lines, start=1):
         words = tuple(line.split())
@@ -322,6 +326,10 @@ class YoloMasks(MaskFiles):
             ]
         if problems:
             raise UnreadableImageError(f"{problems[0]}; correct the label file")
+        try:
+            require_drawable(path, len(objects), (h, w))
+        except DataError as error:
+            raise UnreadableImageError(str(error)) from None
         for one in sorted(objects, key=lambda o: -rle.area(o["segmentation"], (h, w))):
             drawn = rle.draw(one["segmentation"], (h, w))
             labels[drawn > 0] = one["category_id"] - 1 + self._first
