@@ -30,6 +30,26 @@ def _ip(*words: object) -> None:
     subprocess.run(["ip", *map(str, words)], check=True, capture_output=True, text=True)
 
 
+def _status(pid: int) -> dict[str, int]:
+    """Return the parent (PPid) and the pending signals (ShdPnd) of a process; empty if it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        if not fields["State"].startswith("Z"):  # ended, and its parent does not know yet
+            return {"PPid": int(fields["PPid"]), "ShdPnd": int(fields["ShdPnd"], 16)}
+    return {}
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process runs no longer."""
+    return not _status(pid)
+
+
+def is_told_to_end(pid: int) -> bool:
+    """Return whether SIGTERM waits for a stopped process."""
+    return bool(_status(pid).get("ShdPnd", 0) >> (signal.SIGTERM - 1) & 1)
+
+
 def why_not() -> str | None:
     """Return why this system cannot make network namespaces, or None."""
     if not (sys.platform == "linux" and shutil.which("ip") and shutil.which("unshare")):
@@ -80,27 +100,46 @@ class Machine:
         return process
 
     def torchrun(
-        self, nodes: str, *arguments: object, restarts: int = 3
+        self, nodes: str, *arguments: object, restarts: int = 3, conf: str = ""
     ) -> subprocess.Popen[bytes]:
-        """Start the documented command: `torchrun ... -m pale ARGUMENTS`."""
+        """Start the documented command: `torchrun ... -m pale ARGUMENTS`; `conf` is `--rdzv-conf`."""
         first = re.sub(r"\d+$", "0", self.name)
         return self.start(
             [
                 *(sys.executable, "-m", "torch.distributed.run"),
                 *("--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", str(restarts)),
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{PORT}"),
-                *("--rdzv-id", "job-7"),
+                *("--rdzv-id", "job-7", "--rdzv-conf", conf),
                 *("-m", "pale", *map(str, arguments)),
             ]
         )
 
+    def pids(self) -> list[int]:
+        """Return the ids of all processes on this machine."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
+        )
+        return [int(word) for word in listed.stdout.split()]
+
+    def worker(self) -> int:
+        """Return the process that trains, a child of torchrun."""
+        agents = {process.pid for process in self.processes}
+        (found,) = [pid for pid in self.pids() if _status(pid).get("PPid") in agents]
+        return found
+
+    def cut(self) -> None:
+        """Take the cable out: packets are lost, no connection is closed."""
+        _ip("link", "set", self.port, "down")
+
+    def join(self) -> None:
+        """Put the cable in again."""
+        _ip("link", "set", self.port, "up")
+
     def kill(self) -> None:
         """Kill all processes at once, as a power failure does."""
         for _ in range(20):
-            listed = subprocess.run(
-                ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
-            ).stdout.split()
-            for pid in map(int, listed):
+            listed = self.pids()
+            for pid in listed:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if not listed:
