@@ -139,7 +139,9 @@ def test_a_machine_joins_another_is_removed_and_no_step_is_lost(tmp_path, long):
         os.kill(worker, signal.SIGCONT)
         wait_for_processes(run, 3)
         joined = events(run, "start")[-1]["step"]
-        assert joined >= stopped  # torchrun ended the processes with SIGTERM, and they wrote a checkpoint
+        assert (
+            joined >= stopped
+        )  # torchrun ended the processes with SIGTERM, and they wrote a checkpoint
         wait_for_step(run, joined + 20)
         hosts[1].kill()
         reached = max(losses(run))
