@@ -52,7 +52,7 @@ KEPT = re.compile(
             r"pale_(?:batch|queue)_pictures\w*",
             r"on_device[`\"']?[:= ]+[`\"']?pictures\b",
             r"most_of_one_class",
-            r"\bfile\.tell\(",
+            r"\.tell\b",
             r"[\"']pictures?[\"']",  # keys of JSON and CSV
         )
     )

@@ -82,7 +82,7 @@ def add_image_routes(app: FastAPI, service: Service) -> None:
             Query(
                 ge=0,
                 le=1,
-                description="detection: score threshold (default: that of the server, `least_score` in /health)",
+                description="detection: score threshold (default: that of the server, see /health)",
             ),
         ] = None,
     ) -> Response:
