@@ -12,6 +12,8 @@ lists the names that the installed versions lack.
 from __future__ import annotations
 
 import importlib
+import logging
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -408,8 +410,6 @@ def shut_down_workers(iterator: Any) -> None:
 )
 def worker_processes(iterator: Any) -> Iterable[Any]:
     """Return all child processes of this one, which include the workers."""
-    import multiprocessing
-
     return multiprocessing.active_children()
 
 
@@ -486,8 +486,6 @@ def top_anchors(rpn: Any, objectness: Tensor, num_anchors_per_level: list[int]) 
 )
 def run_exit_functions() -> None:
     """Shut down logging, the only callback whose absence loses output."""
-    import logging
-
     logging.shutdown()
 
 

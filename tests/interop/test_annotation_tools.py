@@ -27,7 +27,7 @@ from support.predictions import (
 
 from pale.data import rle
 from pale.data.sources.coco import CocoFiles
-from pale.data.sources.label_files import read_labels
+from pale.data.sources.label_formats import read_labels
 from pale.predict.annotations import CocoWriter, LabelStudioWriter, YoloWriter
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from support.predictions import (
 from pale.cli.main import main
 from pale.data import rle
 from pale.data.sources.coco import CocoFiles
-from pale.data.sources.label_files import read_labels
+from pale.data.sources.label_formats import read_labels
 from pale.data.sources.yolo import YoloMasks
 from pale.errors import DataError, SettingsError
 from pale.predict.annotations import CocoWriter, LabelStudioWriter, YoloWriter, encode_brush

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..bench.settings import BenchSettings
+from ..bench.tables import describe_data, describe_models, describe_op, list_errors
 from ..core.console import Console, Table
 from ..errors import PaleError
 from .console import print_error, print_parts
@@ -31,7 +32,6 @@ class Measuring(Threaded, BenchSettings):
     def publish(self, report: dict[str, Any], parts: Iterable[str | Table]) -> None:
         """Print the report, write the requested files, and list failures."""
         from ..bench.plot import save_json, save_plot
-        from ..bench.tables import list_errors
 
         print_parts(parts)
         report["about"]["command"] = self.typed
@@ -79,7 +79,6 @@ class BenchModels(Measuring, name="bench models"):
     def run(self) -> None:
         """Measure and print."""
         from ..bench.models import MODELS, bench
-        from ..bench.tables import describe_models
 
         self.prepare()
         models = self.models or list(MODELS)
@@ -114,7 +113,6 @@ class BenchOp(Measuring, name="bench op"):
     def run(self) -> None:
         """Measure and print."""
         from ..bench.op import bench_op
-        from ..bench.tables import describe_op
 
         self.prepare()
         report = bench_op(
@@ -141,7 +139,6 @@ class BenchData(Reporting, name="bench data", settings=""):
     def run(self) -> None:
         """Measure and print."""
         from ..bench.data import measure
-        from ..bench.tables import describe_data
         from ..recipes import get
 
         recipe = get(self.recipe).override(self.overrides)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from ..weights.zoo import file_sha256, get_entry, index, list_entries, verify_files
+from ..weights.zoo.cards import read_card, without_metadata
 from .console import print_error
 from .options import Reporting, argument, option
 
@@ -18,9 +20,7 @@ class Folder(Reporting):
 
     def place(self) -> Path:
         """Return the folder; by default that of the package."""
-        from ..weights.zoo.index import FOLDER, require_index
-
-        return FOLDER if self.folder is None else require_index(self.folder)
+        return index.FOLDER if self.folder is None else index.require_index(self.folder)
 
 
 class Weights(Folder, name="weights"):
@@ -33,7 +33,6 @@ class Weights(Folder, name="weights"):
     def run(self) -> None:
         """List the weights."""
         from ..tools.tables import describe_weights
-        from ..weights.zoo import list_entries
 
         folder = self.place()
         found = list_entries(folder)
@@ -51,9 +50,6 @@ class Show(Folder, name="weights show"):
 
     def run(self) -> None:
         """Print the card."""
-        from ..weights.zoo import get_entry
-        from ..weights.zoo.cards import read_card, without_metadata
-
         entry = get_entry(self.name, self.place())
         card = read_card(entry, self.place())
         self.report(asdict(entry) | {"text": card}, without_metadata(card).strip().splitlines())
@@ -64,8 +60,6 @@ class Verify(Folder, name="weights verify"):
 
     def run(self) -> int:
         """Check; return 1 if a file differs."""
-        from ..weights.zoo import verify_files
-
         folder = self.place()
         found = verify_files(folder)
         bad = [each.name for each in found if each.problem is not None]
@@ -115,7 +109,6 @@ class Pack(Reporting, name="weights pack"):
     def run(self) -> None:
         """Write the file."""
         from ..tools.publish import pack
-        from ..weights.zoo import file_sha256
 
         size = pack(self.source, self.output, self.recipe)
         digest = file_sha256(self.output)

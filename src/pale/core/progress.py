@@ -6,6 +6,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from rich.markup import escape
+
+from .console import Console
+from .escaping import escape_line
+
 # Called with the items, the name of the operation and the number of items; yields the items.
 Track = Callable[[Iterable[Any], str, int], Iterator[Any]]
 
@@ -20,11 +25,7 @@ def progress_bar(items: Iterable[Any], what: str, total: int) -> Iterator[Any]:
     if not sys.stderr.isatty():
         yield from items
         return
-    from rich.markup import escape
-    from rich.progress import Progress
-
-    from .console import Console
-    from .escaping import escape_line
+    from rich.progress import Progress  # imported here, for a fast `pale --help`
 
     # Lines printed to the terminal in the meantime appear above the bar; output to a file is not redirected.
     both = sys.stdout.isatty()

@@ -13,7 +13,7 @@ import numpy as np
 from ..data.decoding import read_stored_image
 from ..data.reading import SUFFIXES, read_text
 from ..data.sources.class_list import IGNORED
-from ..data.sources.label_files import detect_format
+from ..data.sources.label_formats import detect_format
 from ..data.sources.masks import MASK_SUFFIXES
 from ..data.sources.paths import walk_files
 from ..errors import DataError, SettingsError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..core.options import option, settings_class
@@ -22,8 +23,6 @@ class ImageAndPales:
 
     def config(self, model: str) -> PaleConfig:
         """Return the configuration of a model for this size, with all changes that are not None."""
-        from dataclasses import replace
-
         from ..model.pale_transformer import variant
 
         if min(self.size) < 1:

@@ -16,7 +16,7 @@ from ..data.checks.report import CheckReport, SplitReport
 from ..data.checks.settings import SPLITS, CheckSettings
 from ..data.checks.tables import describe_folders, describe_masks, describe_objects
 from ..data.loader import usable_cores
-from ..data.sources.label_files import LabelFormat, read_labels
+from ..data.sources.label_formats import LabelFormat, read_labels
 from ..errors import SettingsError
 from ..tasks.segmentation.data import MaskData
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..core.progress import Track, no_progress
 from ..data.sources.convert import convert_masks
 from ..data.sources.images import read_folder
-from ..data.sources.label_files import LabelFormat, read_labels
+from ..data.sources.label_formats import LabelFormat, read_labels
 from ..data.sources.shards import write_shards
 from ..errors import DataError, SettingsError
 

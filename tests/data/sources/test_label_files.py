@@ -28,7 +28,8 @@ from pale.cli.main import main
 from pale.data import rle
 from pale.data.reading import UnreadableImageError
 from pale.data.sources.coco import CocoFiles
-from pale.data.sources.label_files import LabelledImages, detect_format, read_labels
+from pale.data.sources.label_files import LabelledImages
+from pale.data.sources.label_formats import detect_format, read_labels
 from pale.data.sources.scenes import CLASSES
 from pale.data.sources.voc import mask_entries, parse_annotation
 from pale.data.sources.xml_files import read_xml

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...errors import DataError
 from ..reading import SUFFIXES, display_name, read_bytes
 
-LabelFormat = Literal["yolo", "voc"]
 MAX_LABEL_BYTES = 2**24  # maximum size of one label file
 MAX_COORDINATE = 1e7  # pixels
 MAX_OBJECTS = 20_000  # of one label file
@@ -58,33 +57,6 @@ class LabelledImage:
     entry: dict[str, Any]
     objects: Sequence[dict[str, Any]] = ()
     problems: Sequence[str] = ()
-
-
-def read_labels(
-    form: LabelFormat, root: Path, split: str, whole: bool = False, threads: int = THREADS
-) -> LabelledImages:
-    """Read a split of a dataset.
-
-    Args:
-        form: format of the labels.
-        root: folder of the dataset; for YOLO also its data.yaml.
-        split: name of the split.
-        whole: take all images if the dataset has no such split, for holding out a share of them.
-        threads: number of threads that read files.
-    """
-    from .voc import read_voc
-    from .yolo import read_yolo
-
-    read = read_yolo if form == "yolo" else read_voc
-    return read(root, split, whole, threads)
-
-
-def detect_format(root: Path) -> LabelFormat | None:
-    """Return the format of a dataset, detected from its folders, or None."""
-    from .voc import looks_like_voc
-    from .yolo import looks_like_yolo
-
-    return "yolo" if looks_like_yolo(root) else "voc" if looks_like_voc(root) else None
 
 
 def collect_images(

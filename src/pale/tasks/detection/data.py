@@ -19,7 +19,7 @@ from ...data.sources.instances import (
     SceneInstances,
     with_objects,
 )
-from ...data.sources.label_files import detect_format, read_labels
+from ...data.sources.label_formats import detect_format, read_labels
 from ...data.sources.scenes import CLASSES as SHAPES
 from ...data.sources.scenes import Scenes
 from ...errors import DataError, SettingsError
