@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from interop.models import build, client_warnings, difference, each_model, eager, images
+from support.weights import TASKS, weights
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.slow
 SHALLOW = {"depths": (1, 1, 2, 1)}
+FIXED_SIZES = [(1, 64, 96)]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Callable[..., Path]:
+    """Return a function that writes a small model of a task with `pale export`."""
+    import pale
+
+    folder = tmp_path_factory.mktemp("exported")
+    made = weights(folder)
+
+    def write(task: str, suffix: str, fixed: bool) -> Path:
+        path = folder / f"{task}_{'fixed' if fixed else 'any'}{suffix}"
+        sizes = FIXED_SIZES if fixed else [*FIXED_SIZES, (1, 61, 75)]
+        pale.export(made[task], path, fixed=fixed, sizes=sizes)
+        return path
+
+    return write
+
+
+def convert(project: Path, *words: object) -> float | None:
+    """Run examples/other_runtimes.py; return the difference that it measured."""
+    main = runpy.run_path(str(project / "examples/other_runtimes.py"))["main"]
+    return main([str(word) for word in words])
 
 
 @client_warnings
@@ -41,6 +68,21 @@ class TestExecuTorch:
         method = Runtime.get().load_program(program.buffer).load_method("forward")
         (logits,) = method.execute([x])
         measured(difference(logits, eager(model, x)), 1e-4)
+
+    @pytest.mark.parametrize("task", ["classification", "segmentation"])
+    def test_a_file_of_pale_export_is_converted(
+        self, task: str, exported, project, measured, tmp_path
+    ) -> None:
+        """`examples/other_runtimes.py`, XNNPACK: a `.pt2` of `pale export --fixed`, classifier and segmenter"""
+        target = tmp_path / "model.pte"
+        found = convert(project, exported(task, ".pt2", True), "-o", target)
+        assert target.stat().st_size > 100_000
+        measured(found, 1e-4, "of the largest value")
+
+    def test_a_file_for_every_size_is_refused(self, exported, project, tmp_path) -> None:
+        """`examples/other_runtimes.py`: a file for every size is refused, with what to do"""
+        with pytest.raises(SystemExit, match="write it with pale export --fixed"):
+            convert(project, exported("classification", ".pt2", False), "-o", tmp_path / "m.pte")
 
 
 @client_warnings
@@ -92,6 +134,17 @@ class TestOpenVino:
             gaps.append(difference(self.run(read, x), eager(model, x)))
         measured(max(gaps), 1e-4)
 
+    @pytest.mark.parametrize("task", TASKS)
+    def test_a_file_of_pale_export_is_converted(
+        self, task: str, exported, project, measured, tmp_path
+    ) -> None:
+        """`examples/other_runtimes.py`: an ONNX file of `pale export` for every size, each task; detector: 1e-3"""
+        target = tmp_path / "model.xml"
+        file = exported(task, ".onnx", False)
+        sizes = [(64, 96), (61, 75)]
+        gaps = [convert(project, file, "-o", target, "--size", h, w) for h, w in sizes]
+        measured(max(gaps), 1e-3 if task == "detection" else 1e-4, "of an output's largest value")
+
 
 @client_warnings
 class TestCoreMl:
@@ -103,7 +156,7 @@ class TestCoreMl:
     def test_a_converted_model_has_the_weights_and_the_output(
         self, way: str, name: str, tmp_path: Path
     ) -> None:
-        """`convert` to an ML program; CoreML runs on macOS alone, so shapes and operators are compared"""
+        """`convert` to an ML program; Core ML runs on macOS alone, so shapes, operators and all weights are compared"""
         coremltools = pytest.importorskip("coremltools", reason="coremltools is not installed")
         model, x = build(name, **SHALLOW), images(1, (64, 96))
         if way == "trace":
@@ -121,9 +174,46 @@ class TestCoreMl:
         )
         (output,) = converted.get_spec().description.output
         assert tuple(output.type.multiArrayType.shape) in ((1, 10), ())
-        operators = [
-            op.op_type for f in converted._mil_program.functions.values() for op in f.operations
-        ]
+        found = list(operations(converted))
         convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
-        assert operators.count("conv") >= len(convolutions)
+        assert [op.op_type for op in found].count("conv") >= len(convolutions)
+        if name == "pale":  # the layer scale of a ConvNeXt becomes part of its linear layers
+            assert missing_weights(model.state_dict().values(), found) == 0
         converted.save(str(tmp_path / "model.mlpackage"))
+
+    @pytest.mark.parametrize("task", ["classification", "segmentation"])
+    def test_a_file_of_pale_export_is_converted(
+        self, task: str, exported, project, tmp_path
+    ) -> None:
+        """`examples/other_runtimes.py`: a `.pt2` of `pale export --fixed`; input, output and every weight"""
+        coremltools = pytest.importorskip("coremltools", reason="coremltools is not installed")
+        file, target = exported(task, ".pt2", True), tmp_path / "model.mlpackage"
+        assert convert(project, file, "-o", target) is None  # not run: this is no macOS
+        description = (
+            coremltools.models.MLModel(str(target), skip_model_load=True).get_spec().description
+        )
+        shapes = [
+            tuple(x.type.multiArrayType.shape) for x in (*description.input, *description.output)
+        ]
+        rest = (64, 96) if task == "segmentation" else ()
+        assert shapes == [(1, 3, 64, 96), (1, 9, *rest)]
+        program = torch.export.load(file)
+        used = program.state_dict.values()
+        size = sum(path.stat().st_size for path in target.rglob("weight.bin"))
+        assert size >= 4 * sum(tensor.numel() for tensor in used if tensor.numel() > 10)
+
+
+def operations(converted: object):
+    """Yield all operations of an ML program."""
+    for function in converted._mil_program.functions.values():
+        yield from function.operations
+
+
+def missing_weights(tensors, found) -> int:
+    """Return how many tensors with more than ten entries are not among the constants, in any order of entries."""
+    values = [np.asarray(op.outputs[0].val) for op in found if op.op_type == "const"]
+    known = {
+        np.sort(value.astype(np.float32).ravel()).tobytes() for value in values if value.size > 10
+    }
+    wanted = [tensor for tensor in tensors if tensor.numel() > 10]
+    return sum(tensor.ravel().sort().values.numpy().tobytes() not in known for tensor in wanted)
