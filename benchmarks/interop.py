@@ -41,6 +41,8 @@ OWN = {
         ["faster-coco-eval", "label-studio-sdk", "datumaro", "fiftyone", "supervision"],
         "test_annotation_tools.py",
     ),
+    "deploy": (["kubernetes-validate", "kubeflow-trainer-api", "skypilot"], "test_deploy_files.py"),
+    "ray": (["ray[data]", "pyarrow", "faster-coco-eval"], "test_ray.py"),
     # tritonclient 2.73 requires ml-dtypes up to 0.5.4 and greenlet below 3.4.
     "tritonclient": (
         [
