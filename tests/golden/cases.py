@@ -104,6 +104,12 @@ REPORTS = (
     Case("features", (*FEATURES, "--json"), json=True),
     Case("probe", ("probe", "f.safetensors", "f.safetensors", "--json"), (FEATURES,), json=True),
     Case(
+        "probe with neighbours",
+        ("probe", "f.safetensors", "f.safetensors", "--neighbours", "2", "--json"),
+        (FEATURES,),
+        json=True,
+    ),
+    Case(
         "token-labels make",
         (
             *("token-labels", "make", "--model", "classification/run", *SCENES),

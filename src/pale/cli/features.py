@@ -49,7 +49,8 @@ class Features(Reporting, name="features"):
 class Probe(Reporting, name="probe"):
     """Fit and score a linear classifier on features.
 
-    Example:
+    Examples:
+        pale probe train.safetensors val.safetensors --neighbours 20
         pale probe train.safetensors val.safetensors --weights runs/mine -o probe.safetensors
     """
 
@@ -62,16 +63,29 @@ class Probe(Reporting, name="probe"):
         "with -o: run or .safetensors file that computed the features", metavar="RUN"
     )
     recipe: str | None = option(FOREIGN)
+    neighbours: int | None = option(
+        "also score a weighted vote of the K nearest images of TRAIN by cosine similarity",
+        metavar="K",
+    )
 
     def run(self) -> None:
         """Fit, score and print."""
         from ..tools.features import probe_files
+        from ..tools.neighbours import score_files
 
+        lines: list[str] = []
+        scores = {}
+        if self.neighbours is not None:  # first, as it checks the files faster
+            nearest = score_files(self.train, self.val, self.neighbours)
+            scores["neighbours"] = vars(nearest)
+            lines.append(f"top-1 {nearest.val:.2f} % by {nearest.k} nearest neighbours")
         found = probe_files(self.train, self.val, self.output, self.weights, self.recipe)
+        if self.output:
+            lines.append(f"{self.output} written")
         self.report(
-            vars(found),
+            vars(found) | scores,
             f"top-1 {found.val:.2f} % (fitted on {found.train:.2f} %), penalty {found.strength:g}",
-            [f"{self.output} written"] if self.output else [],
+            lines,
         )
 
 

@@ -148,6 +148,15 @@ class Probe:
     strength: float
 
 
+def require_same_classes(train: Features, val: Features) -> None:
+    """Raise `DataError` unless the labels of both sets mean the same."""
+    if list(train.classes) != list(val.classes):
+        raise DataError(
+            f"both sets need the same classes, got {len(train.classes)} and {len(val.classes)} others; "
+            "compute the features of both from one dataset"
+        )
+
+
 STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
 
 
@@ -161,11 +170,7 @@ def fit_probe(train: Features, val: Features, seed: int = 0) -> tuple[Probe, nn.
 
     The penalty is chosen on a tenth of the training set, not on `val`; then the whole training set is used.
     """
-    if list(train.classes) != list(val.classes):
-        raise DataError(
-            f"both sets need the same classes, got {len(train.classes)} and {len(val.classes)} others; "
-            "compute the features of both from one dataset"
-        )
+    require_same_classes(train, val)
     mean, std = train.vectors.mean(0), train.vectors.std(0) + 1e-6
     x, y = (train.vectors - mean) / std, train.labels
     x_val, y_val = (val.vectors - mean) / std, val.labels
