@@ -15,15 +15,7 @@ pretraining, whose backbones are used.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import math
-import os
-import platform
-import shlex
 import statistics
-import sys
-import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -31,20 +23,20 @@ from pathlib import Path
 
 import evidence_cityscapes
 import evidence_models  # noqa: F401 (registers them with timm)
-import torch
-from evidence_plan import MODES, PADDED, PARTS, PREDICTIONS, Run, cityscapes
+from evidence_plan import MODES, PADDED, PARTS, PREDICTIONS, cityscapes
 from PIL import Image
+from planned_runs import (
+    add_run_options,
+    add_table_options,
+    execute_all,
+    half_width,
+    interval,
+    load,
+    show,
+)
 
 from pale.recipes import get
-from pale.tasks import TASKS
-from pale.train.checkpoint import newest
-from pale.train.distributed import join
-from pale.train.environment import environment
-from pale.train.log import read
-from pale.train.loop import train
 
-# 95 % two-sided quantiles of Student's t distribution by degrees of freedom.
-STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}
 PUBLISHED = {  # Tiny-ImageNet column of the README of aanna0701/SPT_LSA_ViT at 54bd796
     "ViT": 57.07,
     "Swin": 60.87,
@@ -118,55 +110,6 @@ def _convert(job: tuple[Path, Path, int]) -> None:
     padded.save(target, compress_level=1)
 
 
-def execute(run: Run, args: argparse.Namespace) -> None:
-    """Train one run, or resume it, and write its result file."""
-    folder, result = args.out / "runs" / run.name, args.out / "results" / f"{run.name}.json"
-    if result.exists():
-        return
-    recipe = run.recipe.override(
-        {"data.workers": args.workers, "compile": args.compile, "cuda_graph": args.graph}
-    )
-    if run.init is not None:
-        recipe = recipe.started_from(args.out / "runs" / run.init)
-    began, resume = time.monotonic(), newest(folder / "checkpoints") is not None
-    with join() as world:
-        outcome = train(recipe, folder, world, resume=resume, quiet=True)
-        facts = environment(world)
-    if outcome.signal is not None:
-        raise SystemExit(f"{run.name}: stopped after step {outcome.step}; run the command again")
-    events = read(folder / "log.jsonl")
-    found = [e for e in events if e["event"] == "eval"]
-    metric = TASKS[recipe.kind].best
-    evals = [(e["epoch"], e[metric]) for e in found]
-    steps = [e for e in events if e["event"] == "step"]
-    row = {
-        "part": run.part,
-        "label": run.label,
-        "seed": run.seed,
-        "metric": metric,
-        "last": evals[-1][1],
-        "best": max(value for _, value in evals),
-        "figures": {k: v for k, v in found[-1].items() if k not in ("event", "step", "epoch")},
-        "evaluations": evals,
-        "loss": [(e["step"], e["loss"]) for e in steps[:: max(1, len(steps) // 40)]],
-        "images_per_s": statistics.median(e["images_per_s"] for e in steps),
-        "seconds_of_last_start": time.monotonic() - began,
-        "resumed": resume,
-        "side_by_side": args.shard[1],
-        "environment": facts | {"host": platform.machine()},
-        "command": shlex.join(["python", *sys.argv]),
-        "recipe": recipe.plain(),
-    }
-    result.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = result.with_suffix(".part")
-    partial_file.write_text(json.dumps(row, indent=1, default=str) + "\n")
-    partial_file.replace(result)
-    print(f"{run.name}: last {row['last']:.2f}, best {row['best']:.2f}", flush=True)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def tiny200(args: argparse.Namespace) -> None:
     """Run the chosen parts in their order."""
     root, results = prepare(args.data, args.out), args.out / "results"
@@ -180,48 +123,11 @@ def dense(args: argparse.Namespace) -> None:
     execute_all(cityscapes(args.out / "tiny200", args.out / "results"), args)
 
 
-def execute_all(runs: list[Run], args: argparse.Namespace) -> None:
-    """Train the chosen runs of a part."""
-    if args.labels:
-        runs = [run for run in runs if run.label in args.labels]
-    index, count = args.shard
-    for run in runs[index::count]:
-        length = run.recipe.steps or run.recipe.epochs
-        unit = "steps" if run.recipe.steps else "epochs"
-        print(f"{run.name}: {length} {unit}", flush=True)
-        execute(run, args)
-
-
-def load(folders: list[Path]) -> list[dict]:
-    """Read all result files; of the same run the one that was written last counts."""
-    rows: dict[tuple, tuple[float, dict]] = {}
-    for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
-        row, written = json.loads(path.read_text()), path.stat().st_mtime
-        key = row["part"], row["label"], row["seed"]
-        if key not in rows or rows[key][0] < written:
-            rows[key] = written, row
-    return [row for _, row in rows.values()]
-
-
-def interval(values: list[float]) -> str:
-    """Return mean and 95 % interval (Student's t) of the seeds."""
-    if len(values) < 2:
-        return f"{values[0]:.2f}"
-    return f"{statistics.mean(values):.2f} ± {half_width(values):.2f}"
-
-
-def half_width(values: list[float]) -> float:
-    """Return half of the 95 % interval of a mean (Student's t)."""
-    return STUDENT[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def tables(args: argparse.Namespace) -> None:
     """Print one table per part, and write it where asked."""
     rows = load(args.results)
     text = "\n\n".join(_table(part, rows) for part in PARTS if any(r["part"] == part for r in rows))
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n")
+    show(text, args.output)
 
 
 def _table(part: str, rows: list[dict]) -> str:
@@ -296,11 +202,6 @@ def verdict(paper: float, pairs: list[float]) -> str:
     return "too close to call" if abs(mean) <= half else "not confirmed"
 
 
-def _shard(text: str) -> tuple[int, int]:
-    index, count = map(int, text.split("/"))
-    return index, count
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -315,16 +216,9 @@ def main() -> None:
     for each in (run, masks):
         each.add_argument("data", type=Path)
         each.add_argument("out", type=Path)
-        each.add_argument("--labels", nargs="+", help="only these runs")
-        each.add_argument(
-            "--shard", type=_shard, default=(0, 1), metavar="i/n", help="each n-th run"
-        )
-        each.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
-        each.add_argument("--compile", action="store_true", help="torch.compile the models")
-        each.add_argument("--graph", default="auto", choices=["auto", "true", "false"])
+        add_run_options(each)
     merge = commands.add_parser("tables", help="print the tables of result folders")
-    merge.add_argument("results", type=Path, nargs="+")
-    merge.add_argument("-o", "--output", type=Path)
+    add_table_options(merge)
     merge.set_defaults(run=tables)
     args = parser.parse_args()
     args.run(args)

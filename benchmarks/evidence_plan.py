@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from planned_runs import Run
 
 from pale.core.settings import vary
 from pale.data.transforms.images import Augment
@@ -20,7 +21,7 @@ from pale.data.transforms.mixing import Mix
 from pale.recipes.camvid import upernet_pale_t as camvid
 from pale.recipes.coco import mask_rcnn_pale_t as coco
 from pale.recipes.kinds import Classification, Detection, Segmentation
-from pale.recipes.schema import Optim, Recipe, Reported
+from pale.recipes.schema import Optim, Reported
 from pale.recipes.small_data import pale_t as small_data
 from pale.tasks.classification.data import Data
 from pale.tasks.classification.model import Model
@@ -47,22 +48,6 @@ PREDICTIONS = {
     "cityscapes": "With UperNet, Pale-T leads Swin-T and ConvNeXt-T by 1 to 3 points of mIoU; with Mask R-CNN by 0.5 "
     "to 2 points of box AP.",
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run of a part."""
-
-    part: str
-    label: str
-    seed: int
-    recipe: Recipe = field(repr=False)
-    init: str | None = None  # name of the run whose backbone this one starts from
-
-    @property
-    def name(self) -> str:
-        """Folder of the run and stem of its result file."""
-        return f"{self.part}-{self.label}-{self.seed}"
 
 
 def protocol(root: Path, model: dict[str, Any], seed: int, passes: int = 300) -> Classification:

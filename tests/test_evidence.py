@@ -19,7 +19,7 @@ from pale.core.settings import vary
 from pale.data.sources.coco import CocoFiles
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-NAMES = ("evidence_models", "evidence_plan", "evidence_cityscapes", "evidence")
+NAMES = ("planned_runs", "evidence_models", "evidence_plan", "evidence_cityscapes", "evidence")
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_runs_write_results_that_become_tables_with_verdicts(scripts, results, t
     runs = [run for run in plan.modes(Path("x"), results) if run.label in ("parallel", "axial")]
     for run in runs[:4]:
         recipe = small(run, data, epochs=1, warmup_epochs=0, eval_every=1)
-        evidence.execute(plan.Run(run.part, run.label, run.seed, recipe), args)
+        scripts["planned_runs"].execute(plan.Run(run.part, run.label, run.seed, recipe), args)
     written = sorted(path.name for path in results.glob("modes-*.json"))
     assert written == [
         f"modes-{mode}-{seed}.json" for mode in ("axial", "parallel") for seed in (0, 1)
@@ -141,7 +141,7 @@ def test_runs_write_results_that_become_tables_with_verdicts(scripts, results, t
     assert {"torch", "commit"} <= row["environment"].keys()
     # What is done is not repeated.
     before = (results / "modes-axial-0.json").stat().st_mtime_ns
-    evidence.execute(runs[1] if runs[1].label == "axial" else runs[0], args)
+    scripts["planned_runs"].execute(runs[1] if runs[1].label == "axial" else runs[0], args)
     assert (results / "modes-axial-0.json").stat().st_mtime_ns == before
     for path in results.glob("trials-*"):
         path.unlink()
@@ -154,20 +154,22 @@ def test_runs_write_results_that_become_tables_with_verdicts(scripts, results, t
 
 @pytest.mark.slow
 def test_a_dense_run_starts_from_the_backbone_of_another(scripts, results, tmp_path):
-    evidence, plan = scripts["evidence"], scripts["evidence_plan"]
+    plan = scripts["evidence_plan"]
     args = argparse.Namespace(out=tmp_path, workers=0, compile=False, graph="false", shard=(0, 1))
     write_image_folders(tmp_path / "data")
     first = plan.pretraining(Path("x"), results)[0]
     data = {"root": tmp_path / "data", "size": 32, "on_device": "nothing"}
     recipe = small(first, data, epochs=1, warmup_epochs=0, eval_every=1)
-    evidence.execute(plan.Run(first.part, first.label, first.seed, recipe), args)
+    scripts["planned_runs"].execute(plan.Run(first.part, first.label, first.seed, recipe), args)
     write_masks(tmp_path / "masked", (4, 2))
     second = plan.cityscapes(tmp_path / "tiny200", results)[0]
     data = {"root": tmp_path / "masked"}
     augment = {"crop": (32, 32)}
     recipe = small(second, data, augment=augment, steps=2, warmup_steps=0, eval_every=1)
     recipe = vary(recipe, model={"width": 8, "auxiliary": 4})
-    evidence.execute(plan.Run(second.part, second.label, second.seed, recipe, second.init), args)
+    scripts["planned_runs"].execute(
+        plan.Run(second.part, second.label, second.seed, recipe, second.init), args
+    )
     row = json.loads((results / "cityscapes-upernet-pale-t-0.json").read_text())
     assert row["metric"] == "miou"
     assert row["recipe"]["model"]["init"].endswith("pretraining-pale-t-0")
