@@ -418,7 +418,8 @@ def test_another_layer_of_the_same_class_is_what_runs(part):
         expected = block(x)  # with a hook every layer is called
         block.get_submodule(part)._forward_hooks.clear()
         triton_op.launches.clear()
-        assert torch.equal(block(x), expected)
+        # A linear layer that is called rounds differently from oneDNN's; another layer differs in the first digit.
+        torch.testing.assert_close(block(x), expected, rtol=1e-5, atol=1e-5)
     assert seen == [1]
     assert not triton_op.launches["conv_norm"]
 

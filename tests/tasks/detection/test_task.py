@@ -143,8 +143,8 @@ def test_train_eval_predict_report_on_coco_files(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "6 images, 8 classes" in output
     report = (run / "report.html").read_text()
-    assert "box_ap50" in report
-    assert "Best and worst images" in report
+    assert "box AP50" in report
+    assert "Worst images" in report
     assert report.count("data:image/jpeg") == 3
     assert "<td>disc" in report
 

@@ -236,7 +236,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 def growth(**values) -> int:
     """Return the memory in MB that a large image takes beyond a small one."""
     command = [sys.executable, "-c", LARGE.format(**values)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return int(done.stdout)
 
 
