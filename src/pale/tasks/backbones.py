@@ -32,20 +32,12 @@ def build_backbone(
         size: size of training images, for models that need it.
         user: name of the consumer of the maps, for messages.
     """
-    arguments: dict[str, Any] = {"features_only": True, "feature_cls": "getter"}
-    if model.drop_path:
-        arguments["drop_path_rate"] = model.drop_path
-    if model.name in VARIANTS:
-        arguments |= {
-            "attention": model.attention,
-            "position": model.position,
-            "pale_size": model.pale_size,
-            "stem_stride": model.stem_stride,
-            "img_size": size,
-        }
-        del arguments["feature_cls"]  # these models have their own class for feature maps
-    # Models with a fixed size, such as Swin, get the size of training images and accept others.
-    sized = {"img_size": size, "strict_img_size": False} if model.name not in VARIANTS else {}
+    arguments = {"features_only": True} | model.architecture(size)
+    sized: dict[str, Any] = {}
+    if model.name not in VARIANTS:  # Pale models have their own class for feature maps
+        arguments["feature_cls"] = "getter"
+        # Models with a fixed size, such as Swin, get the size of training images and accept others.
+        sized = {"img_size": size, "strict_img_size": False}
     backbone = create(model.name, arguments, model.options, sized)
     info = backbone.feature_info
     if not hasattr(backbone, "model") or tuple(info.reduction()[-4:]) != STRIDES:

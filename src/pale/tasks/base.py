@@ -94,7 +94,8 @@ class Task(ABC):
         panel_about: description of the result of `panel`, for the report.
         pipeline: class of its inference.
         classes: names of the classes.
-        train_source: training samples as they are stored; None for evaluation alone.
+        train_source: training samples as they are stored; None for evaluation only.
+        val_source: validation samples as they are stored, if `val_name` is to return their names.
         notes: messages about data and weights that a run logs at its start.
         groups: group number of each training sample, if the samples of a batch must be of one group.
     """
@@ -111,6 +112,7 @@ class Task(ABC):
 
     classes: Sequence[str]
     train_source: Any
+    val_source: Any = None
     notes: Sequence[str] = ()
 
     @property
@@ -185,7 +187,7 @@ class Task(ABC):
 
     def val_name(self, index: int) -> str:
         """Return the name of a validation sample, for the report."""
-        return str(index)
+        return _source_name(self.val_source, index)
 
     def panel(self, entry: Json) -> Image.Image:
         """Draw an entry of the metric's "gallery", for the report."""
@@ -211,7 +213,7 @@ class Task(ABC):
 
     def sample_name(self, index: int) -> str:
         """Return the name of a training sample, for messages."""
-        return str(index)
+        return _source_name(self.train_source, index)
 
     def class_counts(self) -> Mapping[str, int]:
         """Return the number of training images of each class, or nothing if images do not have one class each."""
@@ -247,6 +249,12 @@ class Task(ABC):
     def write_evaluation(self, found: Sequence[Evaluated], folder: Path) -> str:
         """Write the files of `pale eval --output`; return their names, "" if there are none."""
         return ""
+
+
+def _source_name(source: object, index: int) -> str:
+    """Return the name that a source has for a sample, or the index if it has no names."""
+    name = getattr(source, "name", None)
+    return str(name(index)) if callable(name) else str(index)
 
 
 def paper_note(found: Evaluated, figure: str) -> str:

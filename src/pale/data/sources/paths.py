@@ -7,7 +7,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ...errors import SettingsError
 from ..reading import SUFFIXES, display_name
+
+
+def require_root(root: Path | None) -> Path:
+    """Return the root of a dataset; raise an error if the setting is missing."""
+    if root is None:
+        raise SettingsError("data.root is not set; give the folder of the dataset: --data.root DIR")
+    return root
 
 
 def is_image_file(path: Path) -> bool:

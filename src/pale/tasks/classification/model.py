@@ -22,6 +22,8 @@ from ...weights.read import load_weights
 from ..building import create
 from ..freezing import FreezeLevel
 
+PALE_ARGUMENTS = ("attention", "position", "pale_size", "stem_stride")
+
 
 class Model(Settings):
     """Settings of the network and of the weights that it starts from."""
@@ -44,7 +46,7 @@ class Model(Settings):
     def _pale_alone(self) -> Model:
         given = [
             name
-            for name in ("attention", "position", "pale_size", "stem_stride")
+            for name in PALE_ARGUMENTS
             if getattr(self, name) != type(self).model_fields[name].default
         ]
         if given and not self.name.startswith("pale_"):
@@ -57,9 +59,8 @@ class Model(Settings):
     @model_validator(mode="after")
     def _architecture(self) -> Model:
         if self.name in VARIANTS:
-            own = ("attention", "position", "pale_size", "stem_stride")
             known = {field.name for field in fields(PaleConfig)} & self.options.keys()
-            given = {name: getattr(self, name) for name in own}
+            given = {name: getattr(self, name) for name in PALE_ARGUMENTS}
             config = replace(VARIANTS[self.name], **given | {k: self.options[k] for k in known})
             if max(config.pale_sizes) > MAX_SIZE:
                 raise ValueError(f"pale_size must be at most {MAX_SIZE}, got {config.pale_sizes}")
@@ -75,18 +76,16 @@ class Model(Settings):
         assert isinstance(model, TokenTransformer)
         return model
 
-    def _create(self, classes: int, size: int, given: dict[str, Any]) -> nn.Module:
-        arguments: dict[str, Any] = {"num_classes": classes} | given
-        if self.drop_path:
-            arguments["drop_path_rate"] = self.drop_path
+    def architecture(self, size: int | tuple[int, int]) -> dict[str, Any]:
+        """Return the arguments of the network that these settings set, for images of `size`."""
+        arguments: dict[str, Any] = {"drop_path_rate": self.drop_path} if self.drop_path else {}
         if self.name in VARIANTS:
-            arguments |= {
-                "attention": self.attention,
-                "position": self.position,
-                "pale_size": self.pale_size,
-                "stem_stride": self.stem_stride,
-                "img_size": size,
-            }
+            arguments |= {name: getattr(self, name) for name in PALE_ARGUMENTS}
+            arguments["img_size"] = size
+        return arguments
+
+    def _create(self, classes: int, size: int, given: dict[str, Any]) -> nn.Module:
+        arguments = {"num_classes": classes} | given | self.architecture(size)
         model: nn.Module = create(self.name, arguments, self.options)
         if self.checkpointing:
             model.set_grad_checkpointing(True)  # type: ignore[operator]

@@ -261,19 +261,10 @@ class ClassificationTask(Task):
         """Return the image before any transform."""
         return self.val_source.image(index)
 
-    def val_name(self, index: int) -> str:
-        """Return the name of the file."""
-        return self.val_source.name(index)
-
     @classmethod
     def readable_names(cls, recipe: Any, classes: Sequence[str]) -> Sequence[str]:
         """Return the names of WordNet ids from the word list of the data; other names do not change."""
         return name_classes(classes, recipe.data.read_words())
-
-    def sample_name(self, index: int) -> str:
-        """Return the name of the file."""
-        assert self.train_source is not None
-        return self.train_source.name(index)
 
     def class_counts(self) -> Mapping[str, int]:
         """Return the number of training images of each class."""

@@ -20,6 +20,7 @@ from ...data.sources.instances import (
     with_objects,
 )
 from ...data.sources.label_formats import detect_format, read_labels
+from ...data.sources.paths import require_root
 from ...data.sources.scenes import CLASSES as SHAPES
 from ...data.sources.scenes import Scenes
 from ...errors import DataError, SettingsError
@@ -93,9 +94,9 @@ class InstanceData(Settings):
         self, split: str, classes: Sequence[str] | None, keep_empty: bool
     ) -> InstanceSource:
         if self.kind == "pets":
-            return PetSilhouettes(self._root(), split, keep_empty)
+            return PetSilhouettes(require_root(self.root), split, keep_empty)
         if self.kind in ("yolo", "voc"):
-            found = read_labels(self.kind, self._root(), split, self.hold_out > 0)
+            found = read_labels(self.kind, require_root(self.root), split, self.hold_out > 0)
             found.require_readable()
             return CocoFiles(found.origin, found.folder, classes, keep_empty, found.content)
         if self.images is None or self.annotations is None:
@@ -134,12 +135,5 @@ class InstanceData(Settings):
         order = np.random.default_rng(seed).permutation(count).tolist()
         return sorted(order[held:]), sorted(order[:held])
 
-    def _root(self) -> Path:
-        if self.root is None:
-            raise SettingsError(
-                "data.root is not set; give the folder of the dataset: --data.root DIR"
-            )
-        return self.root
-
     def _under(self, path: str) -> Path:
-        return Path(path) if Path(path).is_absolute() else self._root() / path
+        return Path(path) if Path(path).is_absolute() else require_root(self.root) / path

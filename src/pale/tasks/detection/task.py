@@ -206,15 +206,6 @@ class DetectionTask(Task):
         """Return the ids of the classes in COCO's JSON."""
         return {"categories": [int(v) for v in self.val_source.categories]}
 
-    def sample_name(self, index: int) -> str:
-        """Return the name of the file."""
-        assert self.train_source is not None
-        return self.train_source.name(index)
-
-    def val_name(self, index: int) -> str:
-        """Return the name of the file."""
-        return self.val_source.name(index)
-
     def panel(self, entry: Json) -> Image.Image:
         """Return image, labels and prediction next to each other."""
         index = entry["index"]

@@ -11,6 +11,7 @@ from ...core.settings import MAX_SIZE, Settings
 from ...data.sources.class_list import IGNORED, ClassList, parse_entry, read_entries
 from ...data.sources.holding import HoldOutBy
 from ...data.sources.masks import MaskFiles, MaskKind, MaskSource, SceneMasks, find_pairs, hold_out
+from ...data.sources.paths import require_root
 from ...data.sources.scenes import Scenes
 from ...data.sources.voc import VocMasks, mask_entries, mask_pairs
 from ...data.sources.yolo import YoloDataset, YoloMasks, yolo_class_list
@@ -82,9 +83,9 @@ class MaskData(Settings):
     def class_list(self) -> ClassList:
         """Return the classes."""
         if self.kind == "yolo":
-            return yolo_class_list(YoloDataset(self._root()))
+            return yolo_class_list(YoloDataset(require_root(self.root)))
         if self.kind == "voc" and self.classes is None:
-            entries = mask_entries(self._root())
+            entries = mask_entries(require_root(self.root))
             return ClassList(entries, self.ignore, self.reduce_zero, self.unlisted)
         if self.classes is None:
             raise SettingsError(
@@ -113,9 +114,9 @@ class MaskData(Settings):
     def files(self, split: str, absent: list[str] | None = None) -> MaskFiles:
         """Return all images of a split; those without a mask are an error, or are left out and added to `absent`."""
         if self.kind == "yolo":
-            return YoloMasks(self._root(), split, self.hold_out > 0)
+            return YoloMasks(require_root(self.root), split, self.hold_out > 0)
         if self.kind == "voc":
-            pairs = mask_pairs(self._root(), split, self.hold_out > 0, absent)
+            pairs = mask_pairs(require_root(self.root), split, self.hold_out > 0, absent)
             return VocMasks(pairs, self.class_list(), self.mask_kind)
         return MaskFiles(self._pairs(split, absent), self.class_list(), self.mask_kind)
 
@@ -148,13 +149,6 @@ class MaskData(Settings):
         path = self._under(pattern.replace("{split}", split))
         whole = "{split}" in pattern or self.lists or self.hold_out
         return path if whole else path / split
-
-    def _root(self) -> Path:
-        if self.root is None:
-            raise SettingsError(
-                "data.root is not set; give the folder of the dataset: --data.root DIR"
-            )
-        return self.root
 
     def _under(self, path: str) -> Path:
         return Path(path) if self.root is None else self.root / path

@@ -218,15 +218,6 @@ class SegmentationTask(Task):
         """Return the colours of the classes."""
         return {"colours": [[int(v) for v in colour] for colour in self.class_list.colours]}
 
-    def sample_name(self, index: int) -> str:
-        """Return the name of the file."""
-        assert self.train_source is not None
-        return self.train_source.name(index)
-
-    def val_name(self, index: int) -> str:
-        """Return the name of the file."""
-        return self.val_source.name(index)
-
     def panel(self, entry: Json) -> Image.Image:
         """Return image, labels and prediction next to each other."""
         index = entry["index"]
