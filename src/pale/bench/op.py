@@ -218,7 +218,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, pale_size: tuple[int, ...])
 
 def _measure(
     row: OpRow,
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
     versions: dict[str, Callable[..., Any]],
     settings: BenchSettings,
     copy: float,
@@ -288,7 +288,7 @@ def _check(outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
             raise ValueError(f"wrong results: they differ from plain PyTorch by {error:.1%}")
 
 
-def _draw(arguments: tuple[Any, ...], settings: BenchSettings, gradient: bool) -> list[Any]:
+def _draw(arguments: tuple[object, ...], settings: BenchSettings, gradient: bool) -> list[Any]:
     """Return the arguments with random tensors in place of shapes; matrices and filters have unit gain."""
     inputs = list(arguments)
     for i, shape in enumerate(arguments):

@@ -91,5 +91,5 @@ def _frame(report: dict[str, Any], table: Table) -> Iterator[str | Table]:
         yield f"Warning: {report['warning']}"
 
 
-def _format(value: Any, form: str) -> str:
+def _format(value: object, form: str) -> str:
     return "-" if value is None else form.format(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from ..core.console import Console, Table
 from ..core.escaping import escape_line, escape_message
@@ -21,7 +20,7 @@ def print_error(text: str) -> None:
     sys.stderr.write(escape_message(text) + "\n")
 
 
-def print_json(value: Any, indent: int | None = 1) -> None:
+def print_json(value: object, indent: int | None = 1) -> None:
     """Print JSON; `indent=None` for one line."""
     sys.stdout.write(json.dumps(value, indent=indent) + "\n")
 

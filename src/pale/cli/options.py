@@ -97,7 +97,7 @@ class Reporting(Command):
 
     json: bool = option("print JSON")
 
-    def report(self, plain: Any, *parts: str | Table | Iterable[str | Table]) -> None:
+    def report(self, plain: object, *parts: str | Table | Iterable[str | Table]) -> None:
         """Print JSON if requested, else lines and tables."""
         if self.json:
             print_json(plain)
@@ -151,7 +151,7 @@ def _option_strings(name: str, flags: tuple[str, ...]) -> list[str]:
     return [*flags] if long else [*flags, "--" + name.replace("_", "-")]
 
 
-def _help_text(spec: Spec, default: Any) -> str:
+def _help_text(spec: Spec, default: object) -> str:
     """Return the description for argparse; the default is appended unless the text mentions it."""
     text = spec.help
     hidden = default in (MISSING, None) or isinstance(default, bool)
@@ -162,7 +162,7 @@ def _help_text(spec: Spec, default: Any) -> str:
     return text.replace("%", "%%")
 
 
-def _value_keywords(name: str, spec: Spec, hint: Any, default: Any) -> dict[str, Any]:
+def _value_keywords(name: str, spec: Spec, hint: object, default: object) -> dict[str, Any]:
     """Return the arguments of `add_argument` about the value of a field."""
     keywords = _read_type(hint)
     if spec.choices is not None:
@@ -188,7 +188,7 @@ def _value_keywords(name: str, spec: Spec, hint: Any, default: Any) -> dict[str,
     return keywords
 
 
-def _read_type(hint: Any) -> dict[str, Any]:
+def _read_type(hint: object) -> dict[str, Any]:
     """Return `type`, `choices` and `nargs` of argparse for the type of a field."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):

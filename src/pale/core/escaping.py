@@ -24,7 +24,7 @@ NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 INDENT = "  "
 
 
-def escape_controls(text: Any, keep: str = "") -> str:
+def escape_controls(text: object, keep: str = "") -> str:
     r"""Return the text with control characters and line breaks written as \x1b or \n.
 
     Args:
@@ -45,12 +45,12 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def escape_line(text: Any) -> str:
+def escape_line(text: object) -> str:
     """Return one line for a terminal: no escape sequence, no second line."""
     return escape_controls(text)
 
 
-def escape_message(text: Any) -> str:
+def escape_message(text: object) -> str:
     """Return a message of several lines for a terminal; lines after the first are indented.
 
     A name with a line break therefore cannot look like another message.
@@ -58,12 +58,12 @@ def escape_message(text: Any) -> str:
     return escape_controls(text, keep="\n\t").replace("\n", f"\n{INDENT}")
 
 
-def escape_html(text: Any) -> str:
+def escape_html(text: object) -> str:
     """Return text for an HTML element or a quoted attribute."""
     return escape(escape_controls(text, keep="\n\t"), quote=True)
 
 
-def csv_cell(value: Any) -> Any:
+def csv_cell(value: object) -> Any:
     """Return a cell that no spreadsheet interprets as a formula; numbers stay numbers."""
     if not isinstance(value, str):
         return value
@@ -72,7 +72,7 @@ def csv_cell(value: Any) -> Any:
     return f"'{value}" if value.startswith(FORMULA) and not NUMBER.fullmatch(value) else value
 
 
-def csv_row(cells: Iterable[Any]) -> list[Any]:
+def csv_row(cells: Iterable[object]) -> list[Any]:
     """Return a row for `csv.writer`, each cell escaped by `csv_cell`."""
     return [csv_cell(cell) for cell in cells]
 

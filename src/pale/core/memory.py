@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import PaleError
 
@@ -61,7 +61,7 @@ def short_reason(error: BaseException) -> str:
     return text[:MAX_REASON].rstrip(". ")
 
 
-def command_shortage(memory: Memory, error: BaseException, options: Mapping[str, Any]) -> str:
+def command_shortage(memory: Memory, error: BaseException, options: Mapping[str, object]) -> str:
     """Return the message about a command that ran out of memory: which of its options to change."""
     ways = [
         f"a smaller {option}" + (f" (now {options[name]})" if options[name] is not None else "")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 MAX_PLAIN = 1e15  # larger values are not meaningful
 
 
-def finite_number(value: Any, limit: float = math.inf) -> float | None:
+def finite_number(value: object, limit: float = math.inf) -> float | None:
     """Return a value as a float; None for NaN, Inf, other types, and values beyond `limit` on either side."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None

@@ -34,7 +34,7 @@ class Spec:
     choices: Iterable[str] | None = None
 
 
-def argument(help_: str, *, default: Any = MISSING, metavar: str | None = None) -> Any:
+def argument(help_: str, *, default: object = MISSING, metavar: str | None = None) -> Any:
     """Declare a positional argument."""
     return _field(Spec(help_, None, metavar), default)
 
@@ -42,7 +42,7 @@ def argument(help_: str, *, default: Any = MISSING, metavar: str | None = None) 
 def option(
     help_: str,
     *flags: str,
-    default: Any = MISSING,
+    default: object = MISSING,
     metavar: str | tuple[str, ...] | None = None,
     group: tuple[str, str] | None = None,
     repeated: bool = False,
@@ -52,7 +52,7 @@ def option(
     return _field(Spec(help_, flags, metavar, group, repeated, choices), default)
 
 
-def _field(spec: Spec, default: Any) -> Any:
+def _field(spec: Spec, default: object) -> Any:
     metadata = {"spec": spec, "default": default}
     if isinstance(default, list):
         return field(default_factory=lambda: default, metadata=metadata)

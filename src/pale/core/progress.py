@@ -15,12 +15,12 @@ from .escaping import escape_line
 Track = Callable[[Iterable[Any], str, int], Iterator[Any]]
 
 
-def no_progress(items: Iterable[Any], what: str, total: int) -> Iterator[Any]:
+def no_progress(items: Iterable[object], what: str, total: int) -> Iterator[Any]:
     """Return the items without showing progress; the default of functions called from Python."""
     return iter(items)
 
 
-def progress_bar(items: Iterable[Any], what: str, total: int) -> Iterator[Any]:
+def progress_bar(items: Iterable[object], what: str, total: int) -> Iterator[Any]:
     """Yield the items and show a bar, which disappears at the end."""
     if not sys.stderr.isatty():
         yield from items

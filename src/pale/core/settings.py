@@ -45,7 +45,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> Self:
+    def parse(cls, values: Mapping[str, object]) -> Self:
         """Return settings from plain values, such as those of a YAML file."""
         try:
             return cls.model_validate(values)
@@ -56,7 +56,7 @@ class Settings(BaseModel):
         """Return the values as YAML and JSON store them."""
         return self.model_dump(mode="json")
 
-    def override(self, changes: Mapping[str, Any]) -> Self:
+    def override(self, changes: Mapping[str, object]) -> Self:
         """Return a copy with values changed by dotted name: {"optim.lr": 1e-3}."""
         values = self.plain()
         for name, value in changes.items():
@@ -78,7 +78,7 @@ class Settings(BaseModel):
         return self.parse(values)
 
 
-def vary(base: S, **changes: Any) -> S:
+def vary(base: S, **changes: object) -> S:
     """Return a copy of `base` with some fields replaced and checked; a dict changes fields of a part."""
     values = {name: getattr(base, name) for name in type(base).model_fields}
     for name, value in changes.items():

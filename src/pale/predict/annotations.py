@@ -268,7 +268,7 @@ def _centre(box: Sequence[float], size: tuple[int, int]) -> list[float]:
     return [(left + width / 2) / w, (top + height / 2) / h, width / w, height / h]
 
 
-def _polygon(shape: Any, size: tuple[int, int]) -> list[float]:
+def _polygon(shape: object, size: tuple[int, int]) -> list[float]:
     loops = outlines(rle.draw(shape, size))
     if not loops:
         return []

@@ -51,7 +51,7 @@ class Folder:
         self,
         prediction: Prediction,
         stem: str | None = None,
-        where: Mapping[str, Any] | None = None,
+        where: Mapping[str, object] | None = None,
     ) -> None:
         """Write one prediction.
 

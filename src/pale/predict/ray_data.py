@@ -104,7 +104,7 @@ def predict_to_parquet(
     batch_size: int = 64,
     gpus: float = 0,
     embeddings: bool = False,
-    **options: Any,
+    **options: object,
 ) -> None:
     """Predict images with Ray Data and write Parquet files with the columns of `BatchPredictor`.
 

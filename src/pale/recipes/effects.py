@@ -94,7 +94,7 @@ def find_inactive(recipe: Recipe, names: Iterable[str]) -> list[str]:
     return found
 
 
-def setting_names(changes: Mapping[str, Any]) -> Iterator[str]:
+def setting_names(changes: Mapping[str, object]) -> Iterator[str]:
     """Yield the dotted names of the settings in `changes`; a part counts as all its settings."""
     for name, value in changes.items():
         if isinstance(value, Mapping) and name != "model.options":

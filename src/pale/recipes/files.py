@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -16,7 +15,7 @@ from .schema import Recipe
 MAX_BYTES = 1 << 19  # maximum size of a recipe file
 
 
-def parse_recipe(values: Any, source: str) -> Recipe:
+def parse_recipe(values: object, source: str) -> Recipe:
     """Build a recipe from plain values.
 
     Args:
@@ -34,7 +33,7 @@ def parse_recipe(values: Any, source: str) -> Recipe:
 class _Dumper(yaml.SafeDumper):
     """YAML dumper without aliases, which `load_yaml` refuses."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         """Write every value in full."""
         return True
 

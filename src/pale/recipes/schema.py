@@ -244,7 +244,7 @@ class Recipe(Settings):
             raise ValueError(f"true, false or auto, got {value!r}")
         return word
 
-    def changed(self, changes: Mapping[str, Any]) -> Self:
+    def changed(self, changes: Mapping[str, object]) -> Self:
         """Return `override(changes)` for changes by a user: one that would have no effect is an error."""
         recipe = self.override(changes)
         if found := find_inactive(recipe, setting_names(changes)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ..errors import WeightsError
 from . import get
@@ -12,7 +11,9 @@ from .files import parse_recipe
 from .schema import Recipe
 
 
-def stored_recipe(about: Mapping[str, Any], source: str | Path, name: str | None = None) -> Recipe:
+def stored_recipe(
+    about: Mapping[str, object], source: str | Path, name: str | None = None
+) -> Recipe:
     """Return the recipe of weights.
 
     Args:

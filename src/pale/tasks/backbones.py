@@ -179,7 +179,7 @@ def layer_groups(backbone: Any, coarse: bool, prefix: str) -> dict[str, Any]:
     return {name: _with_prefix(pattern, prefix) for name, pattern in groups.items()}
 
 
-def _with_prefix(pattern: Any, prefix: str) -> Any:
+def _with_prefix(pattern: object, prefix: str) -> Any:
     # timm's patterns are a string, or a list of (string, number); each begins with ^.
     if isinstance(pattern, str):
         return pattern.replace("^", f"^{prefix}")

@@ -81,7 +81,7 @@ def allowed_options(name: str) -> frozenset[str]:
 
 
 def checked_options(
-    name: str, options: Mapping[str, Any], also: frozenset[str] = frozenset()
+    name: str, options: Mapping[str, object], also: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
     """Return the options with lists as tuples; raise an error if one is not an argument of the architecture.
 
@@ -99,7 +99,7 @@ def checked_options(
     return {key: _plain(key, value, 2) for key, value in options.items()}
 
 
-def _plain(key: str, value: Any, depth: int) -> Any:
+def _plain(key: str, value: object, depth: int) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float) and math.isfinite(value) and abs(value) <= MAX_NUMBER:
@@ -116,9 +116,9 @@ def _plain(key: str, value: Any, depth: int) -> Any:
 
 def create(
     name: str,
-    arguments: Mapping[str, Any],
-    options: Mapping[str, Any],
-    optional: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object],
+    options: Mapping[str, object],
+    optional: Mapping[str, object] | None = None,
 ) -> Any:
     """Create a timm model with random weights; nothing is downloaded, read or written.
 
@@ -147,7 +147,7 @@ def create(
         ) from error
 
 
-def _create(name: str, arguments: dict[str, Any], optional: Mapping[str, Any]) -> Any:
+def _create(name: str, arguments: dict[str, Any], optional: Mapping[str, object]) -> Any:
     if optional:
         try:
             return timm.create_model(name, **{**optional, **arguments})
@@ -189,14 +189,14 @@ class _Bounded(dispatch_mode()):  # type: ignore[misc]
             raise TooLargeError(f"building it needs a tensor of shape {tuple(made.shape)}")
 
 
-def _in_memory(args: Any, kwargs: dict[str, Any]) -> bool:
+def _in_memory(args: object, kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "meta":
         return True
     return tree_any(lambda x: isinstance(x, Tensor) and not x.is_meta, (args, kwargs))
 
 
-def _on_meta(value: Any) -> Any:
+def _on_meta(value: object) -> Any:
     if isinstance(value, Tensor):
         return value.to("meta")
     return torch.device("meta") if isinstance(value, torch.device) else value

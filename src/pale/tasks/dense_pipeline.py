@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from PIL import Image
 
@@ -106,7 +106,7 @@ def require_classes(classes: tuple[str, ...], source: str) -> tuple[str, ...]:
     return classes
 
 
-def is_number_list(values: Any, count: int, below: int) -> bool:
+def is_number_list(values: object, count: int, below: int) -> bool:
     """Return whether a value from a file is a list of `count` integers from 0 to below the bound."""
     return (
         isinstance(values, list)

@@ -40,7 +40,7 @@ class Layout:
     notes: list[str] = field(default_factory=list)
 
 
-def recognise(root: Path | None, given: Mapping[str, Any]) -> Layout:
+def recognise(root: Path | None, given: Mapping[str, object]) -> Layout:
     """Return task and data settings of a dataset.
 
     Args:
@@ -60,7 +60,7 @@ def recognise(root: Path | None, given: Mapping[str, Any]) -> Layout:
     return found
 
 
-def _recognise(root: Path | None, given: Mapping[str, Any]) -> Layout:
+def _recognise(root: Path | None, given: Mapping[str, object]) -> Layout:
     if "data.masks" in given:
         return _masks(root, given)
     if "data.annotations" in given or given.get("data.kind") in ("coco", "yolo", "voc"):
@@ -93,7 +93,7 @@ def _folders(root: Path) -> Layout:
     return Layout("classification", {"data.train": "."} | HOLD_OUT)
 
 
-def _masks(root: Path | None, given: Mapping[str, Any]) -> Layout:
+def _masks(root: Path | None, given: Mapping[str, object]) -> Layout:
     base = root or Path()
     folders = [str(given.get(f"data.{name}", name)) for name in ("images", "masks")]
     settings: dict[str, Any] = {"data.images": folders[0], "data.masks": folders[1]}

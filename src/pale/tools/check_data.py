@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from .. import recipes
 from ..core.console import Table
@@ -56,7 +55,7 @@ def check_data(
 
 def check_mask_data(
     name: str | None,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     splits: Sequence[str] | None = None,
     workers: int | None = None,
     track: Track = no_progress,

@@ -180,7 +180,7 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
     return logits.view(b, h, w, -1).permute(0, 3, 1, 2)
 
 
-def layout(model: nn.Module, x: Any) -> tuple[str, int]:
+def layout(model: nn.Module, x: object) -> tuple[str, int]:
     """Return NCHW, NHWC or NLC, and the number of tokens before those of the map."""
     c = getattr(model, "num_features", None)
     if not isinstance(x, Tensor) or x.ndim not in (3, 4):

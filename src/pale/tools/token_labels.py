@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..core.options import option, settings_class
 from ..core.progress import Track, no_progress
@@ -62,7 +62,7 @@ class TokenLabelSettings:
 
 def make_token_labels(
     settings: TokenLabelSettings,
-    data_settings: Mapping[str, Any],
+    data_settings: Mapping[str, object],
     report: Callable[[str], None] = lambda line: None,
     track: Track = no_progress,
 ) -> TokenLabelManifest:

@@ -142,7 +142,7 @@ class BackgroundWriter:
         )
 
 
-def copy_to_cpu(value: Any) -> Any:
+def copy_to_cpu(value: object) -> Any:
     """Return a copy of a state whose tensors are on the CPU and share no memory with it."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)

@@ -46,8 +46,8 @@ def save(
     folder: Path,
     step: int,
     models: Mapping[str, Tensors],
-    trainer: Mapping[str, Any],
-    about: Mapping[str, Any],
+    trainer: Mapping[str, object],
+    about: Mapping[str, object],
 ) -> Path:
     """Write a checkpoint of models that are not in shards.
 

@@ -14,7 +14,7 @@ from .start import choose_folder, choose_recipe
 
 def run_training(
     settings: RunSettings,
-    changes: Mapping[str, Any],
+    changes: Mapping[str, object],
     report: Callable[[dict[str, Any]], None] | None,
 ) -> int:
     """Train; return 128 + the number of the signal that stopped it, or 0.

@@ -78,7 +78,7 @@ class World:
         dist.all_reduce(total)
         return float(total) / self.size
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Return the values of all processes, by rank, on every process."""
         if self.size == 1:
             return [value]

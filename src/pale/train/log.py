@@ -47,7 +47,7 @@ class Log:
         self.path, self.file = path, path.open("ab", buffering=0)
         self.unwritten = b""
 
-    def write(self, event: str, **values: Any) -> None:
+    def write(self, event: str, **values: object) -> None:
         """Add an event."""
         line = json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n"
         self.unwritten += line.encode()
@@ -86,7 +86,7 @@ def _done(entry: dict[str, Any]) -> int:
     return (step if isinstance(step, int) else 0) + (entry.get("event") == "skipped")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Replace NaN and Inf, which JSON cannot represent, by None."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}

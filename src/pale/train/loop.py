@@ -246,7 +246,7 @@ class Trainer:
 
         self._write(" and ".join(names), write, not background, lambda: None)
 
-    def make_step(self, iterator: Iterator[Any]) -> StepResult:
+    def make_step(self, iterator: Iterator[object]) -> StepResult:
         """Make a step and check the steps before it."""
         if self.state.step in self.phases:
             self.stepper.forget_shapes()
@@ -300,7 +300,7 @@ class Trainer:
         if self.world.any(not self.state.is_finite())[0]:
             raise NonFiniteError(f"the last step made weights that are NaN or Inf; {way_out}")
 
-    def log(self, event: str, **values: Any) -> None:
+    def log(self, event: str, **values: object) -> None:
         """Write an event to the log of the run, on the main process."""
         if self.events:
             self.events.write(event, **values)

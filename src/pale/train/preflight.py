@@ -59,7 +59,7 @@ def find_warnings(recipe: Recipe, stream: Stream, task: Task) -> list[str]:
 
 
 def require_memory(
-    recipe: Recipe, world: World, task: Task, data: Any, stream: Stream, state: TrainState
+    recipe: Recipe, world: World, task: Task, data: object, stream: Stream, state: TrainState
 ) -> None:
     """Raise a `MemoryShortageError` if a step needs more memory than the machine has left; on a CPU, in one process.
 

@@ -73,7 +73,7 @@ def check_progress_kept(run: Path) -> None:
         )
 
 
-def check_state(path: Path, state: Any) -> None:
+def check_state(path: Path, state: object) -> None:
     """Raise if a checkpoint does not hold the state of a run."""
     for name, kind in STATE.items():
         value = state.get(name) if isinstance(state, dict) else None
@@ -84,7 +84,7 @@ def check_state(path: Path, state: Any) -> None:
             )
 
 
-def check_same_order(path: Path, saved: Mapping[str, Any], current: Mapping[str, int]) -> None:
+def check_same_order(path: Path, saved: Mapping[str, object], current: Mapping[str, int]) -> None:
     """Raise if batch size or seed, which decide the samples of each step, are not those of a checkpoint."""
     run = path.parent.parent
     for name, value in current.items():

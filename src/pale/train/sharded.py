@@ -109,7 +109,7 @@ def save(
     step: int,
     models: Models,
     optimizer: Optimizer,
-    trainer: Mapping[str, Any],
+    trainer: Mapping[str, object],
     world: World,
 ) -> None:
     """Write a checkpoint of models in shards; every process writes its own shard.

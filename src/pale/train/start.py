@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from .. import recipes
 from ..errors import RunError, SettingsError
@@ -19,7 +18,7 @@ INITIAL_WEIGHTS = ("model.weights", "model.init", "model.new_head")
 
 
 def choose_recipe(
-    settings: RunSettings, changes: Mapping[str, Any], notes: list[str] | None = None
+    settings: RunSettings, changes: Mapping[str, object], notes: list[str] | None = None
 ) -> Recipe:
     """Return the recipe of a run, with settings changed under dotted names.
 
@@ -55,7 +54,7 @@ def choose_recipe(
     return recipe.changed(changes)
 
 
-def _require_no_weights(init: Path | None, changes: Mapping[str, Any]) -> None:
+def _require_no_weights(init: Path | None, changes: Mapping[str, object]) -> None:
     """Refuse initial weights for a resumed run: the checkpoint would replace them."""
     given = [*["init"] * (init is not None), *(n for n in INITIAL_WEIGHTS if n in changes)]
     if given:

@@ -69,7 +69,7 @@ class TrainState:
         """The largest learning rate of all parameter groups."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
-    def save_shards(self, folder: Path, world: World, identity: Mapping[str, Any]) -> None:
+    def save_shards(self, folder: Path, world: World, identity: Mapping[str, object]) -> None:
         """Write a checkpoint of sharded models on all processes.
 
         Args:
@@ -81,7 +81,7 @@ class TrainState:
         sharded.save(folder, self.step, self.models, self.optimizer, state, world)
 
     def checkpoint_writer(
-        self, folder: Path, identity: Mapping[str, Any], about: Mapping[str, Any], copy: bool
+        self, folder: Path, identity: Mapping[str, object], about: Mapping[str, object], copy: bool
     ) -> Callable[[], Path]:
         """Return a function that writes a checkpoint of models that are not sharded.
 
@@ -97,7 +97,7 @@ class TrainState:
             models, state = copy_to_cpu(models), copy_to_cpu(state)
         return partial(checkpoint.save, folder, self.step, models, state, about)
 
-    def _progress(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+    def _progress(self, identity: Mapping[str, object]) -> dict[str, Any]:
         """Return what a checkpoint holds beside models and optimizer."""
         return {
             **identity,

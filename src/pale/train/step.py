@@ -92,7 +92,7 @@ class TrainStep:
         self.part_recorded = False
         self._checked: list[StepRecord] = []
 
-    def run(self, batches: Iterator[Any]) -> StepResult:
+    def run(self, batches: Iterator[object]) -> StepResult:
         """Make one step with the next `accumulate` batches."""
         state, world = self.state, self.world
         self.schedule.step_update(state.step)

@@ -26,7 +26,7 @@ MAX_NAME = 1000  # characters of a class name
 MAX_DIMENSIONS = 8
 
 
-def file_checksum(about: Mapping[str, Any], stored: Mapping[str, Tensor]) -> int:
+def file_checksum(about: Mapping[str, object], stored: Mapping[str, Tensor]) -> int:
     """Return the CRC-32 of header and tensors: safetensors itself does not notice a changed byte."""
     return checksum(stored, zlib.crc32(json.dumps(about).encode()))
 
@@ -82,7 +82,7 @@ def parse_json(text: str) -> Any:
         raise ValueError("JSON is nested too deeply") from None
 
 
-def classes_problem(about: Mapping[str, Any]) -> str | None:
+def classes_problem(about: Mapping[str, object]) -> str | None:
     """Return what is wrong with the class names of a header, or None."""
     classes = about.get("classes")
     if classes is None:

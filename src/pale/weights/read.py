@@ -180,7 +180,7 @@ def _refusal(path: Path, error: Exception) -> str:
     return f"it asks for {names[0]}" if names else "it is damaged, or holds more than tensors"
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Return whether a value is a tensor in memory, neither sparse nor quantised."""
     return (
         isinstance(value, Tensor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,7 +15,7 @@ from .pack import FORMAT, checksum, pack_tensors
 
 
 def save_weights(
-    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], packed: bool = False
+    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object], packed: bool = False
 ) -> None:
     """Write a safetensors file with `about` and a checksum in its header.
 

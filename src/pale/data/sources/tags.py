@@ -12,7 +12,6 @@ import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...errors import DataError
 from ..reading import display_name, read_text, require_distinct_names, shorten_list
@@ -92,7 +91,7 @@ def parse_labels(content: bytes) -> list[str]:
     return check_names(value["labels"])
 
 
-def check_names(names: Any) -> list[str]:
+def check_names(names: object) -> list[str]:
     """Return distinct tag names of one image in order; raises a ValueError if they are not names."""
     if not isinstance(names, list):
         raise ValueError(f"labels must be a list of names, got {type(names).__name__}")
@@ -169,7 +168,7 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
     return {image: _names_of(path, image, names) for image, names in found.items()}
 
 
-def _names_of(path: Path, image: str, names: Any) -> list[str]:
+def _names_of(path: Path, image: str, names: object) -> list[str]:
     try:
         return check_names(names)
     except ValueError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
@@ -36,7 +35,7 @@ def read_xml(path: Path) -> Element:
         depth -= 1
         builder.end(tag)
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: object) -> None:
         raise DataError(
             f"{display_name(path)}: a document type (<!DOCTYPE ...>) is not supported, "
             "because it can define entities; remove it"

@@ -124,7 +124,7 @@ class YoloDataset:
             "splits (data.train, data.val), or validate on a share of all images: data.hold_out=0.2"
         )
 
-    def _images_of(self, split: str, entry: Any) -> list[Path]:
+    def _images_of(self, split: str, entry: object) -> list[Path]:
         """Return the images in a folder or in a list of files, as data.yaml names it."""
         where = self._locate(split, entry)
         if where.is_dir():
@@ -144,7 +144,7 @@ class YoloDataset:
             found.append(path)
         return found
 
-    def _locate(self, split: str, entry: Any) -> Path:
+    def _locate(self, split: str, entry: object) -> Path:
         if not isinstance(entry, str):
             raise DataError(
                 f"{self.file}: {split} is {str(entry)[:40]!r}, not the path of a folder or of a list of images"
@@ -185,7 +185,7 @@ def _description(root: Path) -> Path:
     return (named or others)[0]
 
 
-def _class_names(names: Any, file: Path) -> list[str]:
+def _class_names(names: object, file: Path) -> list[str]:
     """Return the names, given as a list or by number."""
     if isinstance(names, dict):
         if sorted(names, key=str) != sorted(range(len(names)), key=str):

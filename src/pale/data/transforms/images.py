@@ -117,7 +117,7 @@ class RecordedOperation:
         self.function, self.fast = function, REPLACEMENTS.get(function, function)
         self.matrices = matrices
 
-    def __call__(self, image: Image.Image, amount: float, **options: Any) -> Image.Image:
+    def __call__(self, image: Image.Image, amount: float, **options: object) -> Image.Image:
         """Apply the operation."""
         self.matrices.append(source_matrix(self.function, amount, image.width))
         return self.fast(image, amount, **options)
@@ -153,7 +153,7 @@ class TrainTransform:
         self.erase = Erase(augment.erase) if augment.erase else None
 
     @staticmethod
-    def operations(step: Any) -> list[Any]:
+    def operations(step: object) -> list[Any]:
         """Return the operations from which RandAugment or AutoAugment chooses."""
         return list(chain(getattr(step, "ops", ()), *getattr(step, "policy", ())))
 
@@ -228,7 +228,7 @@ def train_transform(size: int, augment: Augment) -> TrainTransform:
     return TrainTransform(size, augment)
 
 
-def posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+def posterize(image: Image.Image, bits: int, **options: object) -> Image.Image:
     """Keep at least one bit; timm requests 0 at full strength, which Pillow 13 rejects."""
     return auto_augment.posterize(image, max(bits, 1), **options)
 

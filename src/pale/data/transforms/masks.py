@@ -249,7 +249,7 @@ def to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
-def collate(samples: Sequence[Any]) -> dict[str, Any]:
+def collate(samples: Sequence[object]) -> dict[str, Any]:
     """Stack training samples; validation samples become lists, because their sizes differ."""
     images, masks, draws, keys = zip(*samples, strict=True)
     batch: dict[str, Any] = {"keys": torch.tensor(keys)}

@@ -21,32 +21,32 @@ from timm.data import auto_augment
 Operation = Callable[..., Image.Image]  # arguments: image, strength, options
 
 
-def shear_x(image: Image.Image, factor: float, **options: Any) -> Image.Image:
+def shear_x(image: Image.Image, factor: float, **options: object) -> Image.Image:
     """Shift row y by `factor` (y + 1/2) pixels."""
     return _shifted(image, 0, factor, 0.0, options)
 
 
-def shear_y(image: Image.Image, factor: float, **options: Any) -> Image.Image:
+def shear_y(image: Image.Image, factor: float, **options: object) -> Image.Image:
     """Shift column x by `factor` (x + 1/2) pixels."""
     return _shifted(image, 1, factor, 0.0, options)
 
 
-def translate_x_abs(image: Image.Image, pixels: float, **options: Any) -> Image.Image:
+def translate_x_abs(image: Image.Image, pixels: float, **options: object) -> Image.Image:
     """Shift horizontally by `pixels`."""
     return _shifted(image, 0, 0.0, pixels, options)
 
 
-def translate_y_abs(image: Image.Image, pixels: float, **options: Any) -> Image.Image:
+def translate_y_abs(image: Image.Image, pixels: float, **options: object) -> Image.Image:
     """Shift vertically by `pixels`."""
     return _shifted(image, 1, 0.0, pixels, options)
 
 
-def translate_x_rel(image: Image.Image, share: float, **options: Any) -> Image.Image:
+def translate_x_rel(image: Image.Image, share: float, **options: object) -> Image.Image:
     """Shift horizontally by a share of the width."""
     return _shifted(image, 0, 0.0, share * image.width, options)
 
 
-def translate_y_rel(image: Image.Image, share: float, **options: Any) -> Image.Image:
+def translate_y_rel(image: Image.Image, share: float, **options: object) -> Image.Image:
     """Shift vertically by a share of the height."""
     return _shifted(image, 1, 0.0, share * image.height, options)
 

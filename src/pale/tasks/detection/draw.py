@@ -96,7 +96,7 @@ def _label(
     draw.text((x + 2 - left, y + 2 - top), text, fill="black" if light else "white", font=font)
 
 
-def require_drawable(found: Any, size: tuple[int, int]) -> None:
+def require_drawable(found: object, size: tuple[int, int]) -> None:
     """Raise `ValueError` unless detections from a file fit an image of that height and width.
 
     The code that decodes shapes trusts its input, so this check comes before it.

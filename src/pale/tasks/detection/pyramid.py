@@ -105,7 +105,7 @@ def feature_pyramid(
     width: int = 256,
     first: int = 0,
     extra: Extra = "pool",
-    **options: Any,
+    **options: object,
 ) -> FeaturePyramid:
     """Build a pyramid on Pale or any hierarchical timm model, for any detector of torchvision.
 

@@ -70,7 +70,7 @@ class MaskData(Settings):
 
     @field_validator("classes", mode="before")
     @classmethod
-    def _words(cls, value: Any) -> Any:
+    def _words(cls, value: object) -> Any:
         if isinstance(value, list | tuple):
             for name in value:
                 if not isinstance(name, str):
