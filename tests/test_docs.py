@@ -205,6 +205,25 @@ def test_named_source_files_exist(page):
         assert "NAME" in path or (ROOT / found).is_file(), f"{page}: {path}"
 
 
+WALKS = ("## `pale train`", "## `pale predict`", "## One batch through the model")
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_classes_and_functions_of_a_walk_are_in_its_files(title):
+    section = (ROOT / "docs/architecture.md").read_text().split(f"{title}\n")[1].split("\n## ")[0]
+    words = re.findall(r"`([^`]+)`", section)
+    files = [
+        word.replace("NAME", "segmentation") for word in words if re.search(r"/\w+\.py$", word)
+    ]
+    files += ["errors.py", "tasks/base.py", "tasks/pipeline.py", "tasks/prediction.py"]
+    text = "\n".join((ROOT / "src/pale" / file).read_text() for file in files)
+    names = [word for word in words if re.fullmatch(r"[A-Z]\w+(\.\w+)?|[a-z]+_[a-z_]+", word)]
+    assert len(names) >= 5
+    for name in names:
+        for part in name.split("."):
+            assert re.search(rf"^ *(class|def) {part}\b", text, re.MULTILINE), name
+
+
 def test_the_readme_has_at_most_120_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
