@@ -136,7 +136,7 @@ class Server(uvicorn.Server):
     Args:
         config: uvicorn's settings.
         on_start: called when the server accepts requests.
-        on_stop: called at the first signal, before the server stops to accept requests.
+        on_stop: called at the first signal, before the server stops accepting requests.
         stop_delay: seconds between SIGTERM and that.
     """
 

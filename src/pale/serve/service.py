@@ -40,7 +40,7 @@ class Service:
             Budget(limits.upload_memory),
         )
         self.bodies: set[Body] = set()
-        self.stopping = False  # set at SIGTERM, before the server stops to accept requests
+        self.stopping = False  # set at SIGTERM, before the server stops accepting requests
         self._trim = memory_trimmer()
         self._trimming: asyncio.TimerHandle | None = None
         self.decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="pale-decode")

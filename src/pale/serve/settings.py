@@ -44,7 +44,7 @@ class ServeSettings(Limits):
     score: float = option("detectors: score threshold", default=0.5)
     stop_delay: float = option(
         "seconds after SIGTERM in which requests are still accepted while /v2/health/ready fails, so that a load "
-        "balancer stops to send requests",
+        "balancer stops sending requests",
         default=0,
         metavar="S",
     )
