@@ -54,3 +54,18 @@ def test_each_rule_counts_what_breaks_it(house):
     for rule, limit in LIMITS.items():
         assert figures[rule] > limit, rule
     assert figures["task branches outside tasks/"] == 4
+
+
+def test_the_page_has_both_commits_and_every_figure(house, figures, tmp_path):
+    before = figures | {"Any": 12345}
+    house.write_page(tmp_path / "page.md", house.format_table(figures, before), "1234abc")
+    text = (tmp_path / "page.md").read_text()
+    assert "Before: commit 1234abc. After: commit" in text
+    assert f"| Any | 12345 | {figures['Any']} |" in text
+    assert all(f"| {name} | " in text for name in figures)
+
+
+def test_the_stored_page_is_of_this_program(figures, project):
+    text = (project / "benchmarks/results/house.md").read_text()
+    assert text.startswith("# Source tree\n\nWritten by `python tools/house.py --compare ")
+    assert [row.split(" | ")[0][2:] for row in text.splitlines()[8:]] == list(figures)

@@ -2,6 +2,8 @@
 
     python tools/house.py                     # the working tree, as a table
     python tools/house.py --compare 83223ff   # a commit beside the working tree
+    python tools/house.py --compare 83223ff -o benchmarks/results/house.md
+    python tools/house.py --suite             # also the time of the fast tests, which takes minutes
     python tools/house.py --json
 
 Only files that git tracks are counted. A branch on the task is a comparison with a task's name, an `isinstance` or
@@ -16,8 +18,10 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import retired_words  # noqa: E402
 
 Sources: TypeAlias = dict[str, str]
+Figures: TypeAlias = dict[str, object]
 FOREIGN = ("torch", "timm", "torchvision", "triton", "argparse", "transformers", "uvicorn")
 DOTTED = re.compile(rf"(?:{'|'.join(FOREIGN)})(?:\.\w+)*\._[a-zA-Z][\w.]*")
 READERS = (
@@ -42,7 +47,7 @@ READERS = (
 PUBLIC = ("_exit", "_replace", "_asdict", "_fields")  # documented, of `os` and of named tuples
 TASK_NAMES = {"classification", "segmentation", "detection"}
 TASK_CLASSES = ("Classif", "Segment", "Detect", "UperNet", "MaskRCNN")
-MAX_COMPLEXITY, MAX_LINES = 15, 600
+MAX_COMPLEXITY, MAX_LINES, LARGE_LINES = 15, 600, 500
 
 
 def sources(commit: str | None) -> Sources:
@@ -242,7 +247,7 @@ def foreign_underscores(tree: ast.AST) -> int:
     return count
 
 
-def measure(files: Sources) -> dict[str, object]:
+def measure(files: Sources) -> Figures:
     """Return every figure of a set of files, by path from the root of the repository."""
     trees = {path: ast.parse(text) for path, text in files.items()}
     inside = {path: path.removeprefix("src/pale/") for path in files}
@@ -261,6 +266,9 @@ def measure(files: Sources) -> dict[str, object]:
         if function.end_lineno is not None
     ]
     longest = max(sized)
+    anys = total(
+        lambda tree: sum(isinstance(n, ast.Name) and n.id == "Any" for n in ast.walk(tree))
+    )
     own = frozenset[str]().union(*map(defined_attributes, trees.values()))
     return {
         "modules beside packages": sum(
@@ -274,12 +282,14 @@ def measure(files: Sources) -> dict[str, object]:
         f"functions over complexity {MAX_COMPLEXITY}": total(
             lambda tree: sum(complexity(f) > MAX_COMPLEXITY for f in functions(tree))
         ),
+        f"files over {LARGE_LINES} lines": sum(
+            text.count("\n") > LARGE_LINES for text in files.values()
+        ),
         f"files over {MAX_LINES} lines": sum(
             text.count("\n") > MAX_LINES for text in files.values()
         ),
-        "Any": total(
-            lambda tree: sum(isinstance(n, ast.Name) and n.id == "Any" for n in ast.walk(tree))
-        ),
+        "Any": anys,
+        "Any per 1000 lines": round(1000 * anys / max(1, sum(lines.values())), 1),
         "imports inside functions": total(inner_imports),
         "task branches outside tasks/": total(task_branches, ("tasks/",)),
         "private names outside compat.py": total(
@@ -296,26 +306,71 @@ def _cli_lines(files: Sources, inside: dict[str, str]) -> Iterator[tuple[str, in
             yield path, text.count("\n")
 
 
+def measure_suite() -> str:
+    """Run the fast tests on two processes; return their time and result."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+    start = time.perf_counter()
+    done = subprocess.run(
+        [*command, "-m", "not slow and not gpu"], cwd=ROOT, capture_output=True, text=True
+    )
+    minutes = (time.perf_counter() - start) / 60
+    result = done.stdout.strip().splitlines()[-1].strip("= ") if done.stdout else done.stderr[-200:]
+    return f"{minutes:.1f} minutes ({result})"
+
+
+def format_table(now: Figures, then: Figures | None) -> str:
+    """Return the figures as a Markdown table, of a commit and the working tree or of the latter only."""
+    lines = [
+        "| | " + ("before | after |" if then else "now |"),
+        "| --- |" + " --- |" * (2 if then else 1),
+    ]
+    for name, value in now.items():
+        cells = [value] if then is None else [then.get(name, "not measured"), value]
+        lines.append(f"| {name} | " + " | ".join(map(_shown, cells)) + " |")
+    return "\n".join(lines)
+
+
+def write_page(path: Path, table: str, commit: str | None) -> None:
+    """Write the table with the command, the date and both commits."""
+    head = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    options = f" --compare {commit}" if commit else ""
+    versions = f"Before: commit {commit}. After: commit {head}." if commit else f"Commit {head}."
+    path.write_text(
+        "# Source tree\n\n"
+        f"Written by `python tools/house.py{options} -o {path.name}`, {date.today()}. {versions}\n"
+        "`tests/test_house.py` checks the limits of CONTRIBUTING.md with the same program. Counts of lines include\n"
+        "the features that were added between the two commits.\n\n"
+        f"{table}\n"
+    )
+
+
 def main() -> None:
-    """Print the figures."""
+    """Print or write the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
         "--compare", metavar="COMMIT", help="a commit to show beside the working tree"
     )
+    parser.add_argument("--suite", action="store_true", help="run and time the fast tests, too")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a Markdown page")
     args = parser.parse_args()
     now = measure(sources(None))
+    if args.suite:
+        now["fast tests"] = measure_suite()
     then = measure(sources(args.compare)) if args.compare else None
-    if args.json:
+    if args.output:
+        write_page(args.output, format_table(now, then), args.compare)
+    elif args.json:
         print(json.dumps({"before": then, "after": now} if then else now, indent=1))
-        return
-    print("| | " + ("before | after |" if then else "now |"))
-    print("| --- |" + " --- |" * (2 if then else 1))
-    for name, value in now.items():
-        cells = [value] if then is None else [then[name], value]
-        print(f"| {name} | " + " | ".join(map(_shown, cells)) + " |")
+    else:
+        print(format_table(now, then))
 
 
 def _shown(value: object) -> str:
