@@ -13,6 +13,8 @@ from support.recipes import CLASSIFICATION
 import pale
 from pale.cli.main import main
 from pale.data.checks.images import check_images
+from pale.data.reading import display_name
+from pale.data.sources.items import local_items
 from pale.recipes import FIRST, RECIPES, get
 from pale.tasks.backbones import init_backbone
 from pale.tasks.segmentation.draw import add_legend
@@ -103,7 +105,31 @@ def test_data_check_counts_classes_of_plain_folders(capsys, tmp_path):
     assert main(["data", "check", str(root), "--workers", "1"]) == 0
     out = capsys.readouterr().out
     assert "green" in out
-    assert ".: 9 images in 2 classes" in out
+    assert "\n9 images in 2 classes" in out
+
+
+def test_photos_in_unsupported_formats_are_listed_by_check_and_predict(capsys, tmp_path):
+    root = write_classes(tmp_path / "photos")
+    (root / "red" / "phone.HEIC").write_bytes(b"x")
+    Image.new("RGB", (36, 36)).save(root / "red" / "web.avif")
+    (root / "red" / "notes.txt").write_text("x")
+    found = {p.kind: p for p in check_images(root, workers=1).problems}
+    assert found["format not supported"].items == ["red/phone.HEIC", "red/web.avif"]
+    assert found["format not supported"].serious
+    assert "--data.unreadable skip" in found["format not supported"].advice
+    assert found["not an image by its name"].items == ["red/notes.txt"]
+    words = ["predict", str(root), "--weights", "classify_pets", "--device", "cpu"]
+    out = tmp_path / "out"
+    assert main([*words, "-o", str(out)]) == 1
+    said = capsys.readouterr().err
+    for name in ("phone.HEIC", "web.avif"):
+        assert f"{name}: cannot be read as an image (unknown format; supported are JPEG" in said
+    assert "12 of 14 images" in said.replace("\n", " ")
+    assert "notes" not in said
+    names = [display_name(item.name) for item in local_items([root])]
+    assert {"photos/red/phone.HEIC", "photos/red/web.avif"} <= {
+        f"photos/{n.rpartition('photos/')[2]}" for n in names
+    }
 
 
 def test_a_legend_names_the_colours_and_keeps_the_size():

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 
 from ...core.progress import Track, no_progress
 from ..decoding import read_image
-from ..reading import SUFFIXES, UnreadableImageError, display_name
+from ..reading import SUFFIXES, UNSUPPORTED_SUFFIXES, UnreadableImageError, display_name
 from ..sources.class_list import row_strips
 from ..sources.images import ImageSource, read_list
 from ..sources.paths import is_image_file
@@ -235,7 +235,12 @@ def _unreadable_images(checked: Sequence[CheckedFile]) -> Problem:
         for file, facts in checked
         if facts.error is not None
     ]
-    return Problem("unreadable", True, "training would stop at them: delete or replace", items)
+    return Problem(
+        "unreadable",
+        True,
+        "training would stop at them: delete or replace them, or train with --data.unreadable skip",
+        items,
+    )
 
 
 def _class_problems(counts: dict[str, dict[str, int]]) -> Iterator[Problem]:
@@ -307,7 +312,11 @@ def _unusual_images(readable: Sequence[CheckedFile]) -> Iterator[Problem]:
 def _stray_files(files: Sequence[DatasetFile]) -> Iterator[Problem]:
     loose = [file.name for file in files if file.kind == "loose"]
     yield Problem("outside a class folder", True, "they would not be used: move them", loose)
-    other = [file.name for file in files if file.kind == "other"]
+    others = [file.name for file in files if file.kind == "other"]
+    unsupported = [name for name in others if name.lower().endswith(UNSUPPORTED_SUFFIXES)]
+    advice = f"supported are {', '.join(SUFFIXES)}: convert or delete them, or train with --data.unreadable skip"
+    yield Problem("format not supported", True, advice, unsupported)
+    other = [name for name in others if name not in unsupported]
     yield Problem("not an image by its name", False, f"supported are {', '.join(SUFFIXES)}", other)
 
 

@@ -13,14 +13,19 @@ MAX_LISTED = 100  # classes of a table
 def describe_folders(found: ImageReport) -> Iterator[str | Table]:
     """Yield the number of images of each class, and of images and classes of each split."""
     names = list(dict.fromkeys(name for labels in found.counts.values() for name in labels))
-    table = Table("class", *(f"{split}: images" for split in found.counts))
+    table = Table("class", *(f"{_prefix(split)}images" for split in found.counts))
     for name in names[:MAX_LISTED]:
         table.add_row(name, *(str(labels.get(name, 0)) for labels in found.counts.values()))
     yield table
     if len(names) > MAX_LISTED:
         yield f"and {len(names) - MAX_LISTED} more classes; --json lists all"
     for split, labels in found.counts.items():
-        yield f"{split}: {sum(labels.values())} images in {len(labels)} classes"
+        yield f"{_prefix(split)}{sum(labels.values())} images in {len(labels)} classes"
+
+
+def _prefix(split: str) -> str:
+    """Return the name of a split before its figures; a dataset without splits has none."""
+    return "" if split == "." else f"{split}: "
 
 
 def describe_masks(found: SplitReport) -> Iterator[str | Table]:

@@ -23,6 +23,7 @@ from typing import BinaryIO, Protocol
 from ...errors import DataError, SettingsError
 from ..reading import (
     SUFFIXES,
+    UNSUPPORTED_SUFFIXES,
     UnreadableImageError,
     display_name,
     open_regular,
@@ -156,8 +157,8 @@ def is_archive(name: str) -> bool:
 
 
 def is_image_name(name: str) -> bool:
-    """Return whether it is an image, by its name."""
-    return name.lower().endswith(SUFFIXES)
+    """Return whether it is an image, by its name; one in a format that cannot be read is reported later."""
+    return name.lower().endswith(SUFFIXES + UNSUPPORTED_SUFFIXES)
 
 
 def local_items(sources: Sequence[Path], shard: Shard = WHOLE) -> Iterator[ImageItem]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...errors import SettingsError
-from ..reading import SUFFIXES, display_name
+from ..reading import SUFFIXES, UNSUPPORTED_SUFFIXES, display_name
 
 
 def require_root(root: Path | None) -> Path:
@@ -18,9 +18,9 @@ def require_root(root: Path | None) -> Path:
     return root
 
 
-def is_image_file(path: Path) -> bool:
+def is_image_file(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> bool:
     """Return whether a path is not a folder and has the suffix of an image."""
-    return path.suffix.lower() in SUFFIXES and not path.is_dir()
+    return path.suffix.lower() in suffixes and not path.is_dir()
 
 
 def walk_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
@@ -33,11 +33,15 @@ def walk_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
 
 
 def find_images(paths: Sequence[Path]) -> list[tuple[Path, str]]:
-    """Return files, and all images in folders, with a unique name for the results of each."""
+    """Return files, and all images in folders, with a unique name for the results of each.
+
+    Images in formats that cannot be read are among them, so that they are reported.
+    """
     found: list[tuple[Path, Path]] = []
     for path in paths:
         if path.is_dir():
-            inside = [f for f in sorted(path.rglob("*")) if is_image_file(f)]
+            known = SUFFIXES + UNSUPPORTED_SUFFIXES
+            inside = [f for f in sorted(path.rglob("*")) if is_image_file(f, known)]
             found += [(f, f.relative_to(path)) for f in inside]
         elif path.exists():  # reading it reports what is not a regular file
             found.append((path, Path(path.name)))
