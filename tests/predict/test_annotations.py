@@ -231,3 +231,18 @@ def test_the_command_writes_what_it_predicts(tmp_path, capsys, project, task):
         ]
         shape = content["annotations"][0]["segmentation"]
         assert rle.draw(shape, (predicted["height"], predicted["width"])).any()
+
+
+@pytest.mark.parametrize(
+    "name", ["a.tar/../../../x.png", "../x.png", "/x.png", "a\0b.png", f"{'x' * 300}.png"]
+)
+def test_names_of_an_archive_lead_to_no_file_outside_of_the_folder(tmp_path, name):
+    out = tmp_path / "one" / "two" / "out"
+    out.mkdir(parents=True)
+    written(YoloWriter(out, CLASSES, [Path(".")]), detected(name))
+    written(CocoWriter(out, CLASSES, [Path(".")]), detected(name))
+    labels = list(tmp_path.rglob("*.txt"))
+    assert len(labels) == 1
+    assert labels[0].is_relative_to(out / "yolo" / "labels")
+    (image,) = json.loads((out / "coco.json").read_text())["images"]
+    assert ".." not in Path(image["file_name"]).parts

@@ -19,11 +19,11 @@ from support.weights import pixels, weights
 
 from pale.cli.main import main
 from pale.data.sources.items import Shard, local_items
+from pale.data.sources.paths import output_stem
 from pale.errors import DataError, PaleError, RunError, SettingsError
 from pale.predict import Predictor
 from pale.predict.bulk import merge_parts, predict_shard
 from pale.predict.bulk.parts import line_name, list_parts, shard_folder, verify_part
-from pale.predict.files import output_stem
 
 
 @pytest.fixture(scope="module")

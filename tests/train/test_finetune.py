@@ -13,7 +13,7 @@ import pale.core.memory
 from pale.cli.main import main
 from pale.data.sources.holding import split_by_name
 from pale.data.sources.images import balance_classes, hold_out, read_folder
-from pale.errors import MemoryShortageError
+from pale.errors import DataError, MemoryShortageError
 from pale.recipes import get
 from pale.recipes.files import recipe_to_yaml
 from pale.tasks.freezing import freeze_parameters
@@ -279,3 +279,13 @@ def test_too_little_memory_is_an_error_before_the_first_step(tmp_path, monkeypat
     one = preflight.estimate_memory(recipe, *args)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert preflight.estimate_memory(recipe.override({"batch": 32}), *args) > 1.5 * one
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", "[" * 100_000, '{"annotations": 5}', '{"annotations": {"a": 1}}']
+)
+def test_annotations_of_another_form_are_named(tmp_path, content):
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.json").write_text(content)
+    with pytest.raises(DataError, match=r"train\.json.*write it again"):
+        recognise(tmp_path, {})

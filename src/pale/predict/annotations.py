@@ -23,6 +23,7 @@ from ..core.escaping import escape_html
 from ..data import rle
 from ..data.outlines import join_outlines, outlines
 from ..data.reading import display_name
+from ..data.sources.paths import output_stem
 from ..errors import DataError, SettingsError
 from ..tasks.prediction import Prediction, Region
 from .bundle import ModelBundle
@@ -70,7 +71,11 @@ class AnnotationWriter(ABC):
         path = Path(name)
         for root in self.roots:
             if path.is_relative_to(display_name(root)):
-                return path.relative_to(display_name(root)).as_posix()
+                inside = path.relative_to(display_name(root))
+                # The name may be one of an archive: every relative path is relative to ".".
+                return (
+                    path.name if ".." in inside.parts or inside.is_absolute() else inside.as_posix()
+                )
         return path.name
 
 
@@ -111,7 +116,7 @@ class CocoWriter(AnnotationWriter):
 
     def close(self) -> None:
         """Write the file."""
-        (self.folder / "coco.json").write_text(json.dumps(self.content) + "\n")
+        (self.folder / "coco.json").write_text(json.dumps(self.content) + "\n", encoding="utf-8")
 
 
 class YoloWriter(AnnotationWriter):
@@ -143,7 +148,7 @@ class YoloWriter(AnnotationWriter):
             if values:
                 number = self._number[region.label]
                 lines.append(" ".join([str(number), *(f"{v:.7g}" for v in values)]))
-        path = self.folder / "labels" / Path(name).with_suffix(".txt")
+        path = self.folder / "labels" / Path(output_stem(name)).with_suffix(".txt")
         if path in self._written:
             raise DataError(
                 f"{name} and another image have one label file, {path}; YOLO names labels without the image's suffix: "
@@ -235,7 +240,8 @@ class LabelStudioWriter(AnnotationWriter):
             lines.append(f'  <{tag} name="{kind.removesuffix("labels")}" toName="image">')
             lines += [f'    <{item} value="{escape_html(name)}"/>' for name in self.classes]
             lines.append(f"  </{tag}>")
-        (self.folder / "label_studio.xml").write_text("\n".join([*lines, "</View>"]) + "\n")
+        text = "\n".join([*lines, "</View>"]) + "\n"
+        (self.folder / "label_studio.xml").write_text(text, encoding="utf-8")
 
 
 def annotation_writer(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -16,7 +15,6 @@ from ..tasks.prediction import Collector, Prediction
 from .annotations import AnnotationWriter
 
 QUALITY = 90  # quality of JPEG files
-MAX_NAME = 180  # bytes of the name of an output file or folder
 
 
 class Folder:
@@ -107,17 +105,3 @@ class Folder:
             self._collector.write(self.path)
         if self.annotations is not None:
             self.annotations.close()
-
-
-def output_stem(name: str) -> str:
-    """Return the name of an image's files, which is always inside the output folder.
-
-    The suffix is kept (`a.jpg_mask.png`), because one of several jobs does not know the names of the others. A name
-    that refers to another folder, or is too long for a file system, is replaced by a hash.
-    """
-    path = PurePosixPath(name.replace("\\", "/"))
-    parts = path.parts
-    unsafe = path.is_absolute() or ".." in parts or ":" in (parts or ("",))[0] or "\0" in name
-    if unsafe or not parts or any(len(part.encode()) > MAX_NAME for part in parts):
-        return f"other/{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
-    return str(path)

@@ -10,11 +10,11 @@ from ..core.progress import Track, no_progress
 from ..data.reading import display_name
 from ..data.remote import DEFAULTS, RemoteOptions, is_remote
 from ..data.sources.items import ARCHIVE, LIST, WHOLE, ImageItem, Shard, local_items
-from ..data.sources.paths import find_images, output_names
+from ..data.sources.paths import find_images, output_names, output_stem
 from ..data.sources.remote_items import remote_items
 from ..errors import SettingsError
 from ..tasks.prediction import Prediction
-from .files import Folder, output_stem
+from .files import Folder
 from .predictor import Failed, Predictor
 from .video import SUFFIXES, Film, frames, read_about
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..data.decoding import read_stored_image
-from ..data.reading import SUFFIXES, read_text
+from ..data.reading import SUFFIXES, display_name, read_text
 from ..data.sources.class_list import IGNORED
 from ..data.sources.label_formats import detect_format
 from ..data.sources.masks import MASK_SUFFIXES
@@ -184,7 +184,14 @@ def _looks_like_coco(path: Path) -> bool:
 
 def _objects(path: Path, settings: dict[str, Any]) -> Layout:
     """Return the layout of a detector; without a head for masks if an object has no shape."""
-    entries = json.loads(read_text(path)).get("annotations", [])
+    try:
+        entries = json.loads(read_text(path))["annotations"]
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        raise DataError(
+            f"{display_name(path)} holds no annotations in COCO format ({str(error)[:100]}); write it again"
+        ) from None
+    if not isinstance(entries, list):
+        raise DataError(f"{display_name(path)}: annotations must be a list; write it again")
     found = Layout("detection", settings, [f"{path} holds annotations in COCO format"])
     if not all(isinstance(entry, dict) and entry.get("segmentation") for entry in entries):
         settings["model.heads.masks"] = False

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ...errors import SettingsError
 from ..reading import SUFFIXES, UNSUPPORTED_SUFFIXES, display_name
+
+MAX_NAME = 180  # bytes of the name of an output file or folder
 
 
 def require_root(root: Path | None) -> Path:
@@ -74,3 +77,17 @@ def output_names(names: Sequence[Path]) -> list[str]:
             taken.add(stem)
         found.append(stem)
     return found
+
+
+def output_stem(name: str) -> str:
+    """Return the name of an image's files, below the output folder for every name.
+
+    The suffix stays (`a.jpg_mask.png`): one of several jobs does not know the names of the others. A name that leads
+    elsewhere, or is too long for a file system, gets a hash instead.
+    """
+    path = PurePosixPath(name.replace("\\", "/"))
+    parts = path.parts
+    unsafe = path.is_absolute() or ".." in parts or ":" in (parts or ("",))[0] or "\0" in name
+    if unsafe or not parts or any(len(part.encode()) > MAX_NAME for part in parts):
+        return f"other/{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
+    return str(path)

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from ...core.escaping import csv_cell
+from ...data.reading import MAX_TEXT_BYTES, read_bytes
 from ...data.sources.items import MAX_SHARDS, Shard
 from ...errors import RunError
 from .parts import (
@@ -25,9 +26,11 @@ from .parts import (
     OBJECTS,
     ROWS,
     Part,
+    as_damage,
     line_name,
     list_parts,
     load_json,
+    open_text,
     shard_folder,
     verify_part,
 )
@@ -63,7 +66,7 @@ def merge_parts(output: Path) -> Merged:
     if not (output / "bulk.json").exists():
         raise RunError(f"{output} holds no parts; pale predict --shard i/n -o {output} writes them")
     shards = load_json(output / "bulk.json").get("shards")
-    if not isinstance(shards, int) or not 1 <= shards <= MAX_SHARDS:
+    if type(shards) is not int or not 1 <= shards <= MAX_SHARDS:
         raise RunError(f"{output / 'bulk.json'} does not state the number of shards; it is damaged")
     parts = _complete_parts(output, shards)
     repeated = _Repeated(parts)
@@ -102,7 +105,8 @@ def _complete_parts(output: Path, shards: int) -> list[Part]:
 
 
 def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+    content = name.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 class _Repeated:
@@ -115,9 +119,16 @@ class _Repeated:
         hashes = np.zeros(sum(part.predicted for part in parts), np.uint64)
         place = 0
         for part in parts:
+            end = place + part.predicted
             for name in part.names():
-                hashes[place] = _hash(name)
+                if place < end:
+                    hashes[place] = _hash(name)
                 place += 1
+            if place != end:
+                raise RunError(
+                    f"{part.path / LINES} has another number of lines than part.json states; remove the part, and "
+                    "repeat the command of its shard"
+                )
         hashes.sort()
         self.hashes = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
         self.count = 0
@@ -170,7 +181,7 @@ def _write_rows(file: TextIO, parts: list[Part], repeated: _Repeated) -> int:
     dropped, columns = repeated.dropped(parts), ""
     for part in parts:
         names = {csv_cell(name) for name in dropped.get(part.path, ())}
-        with (part.path / ROWS).open(encoding="utf-8", newline="") as rows:
+        with as_damage(part.path / ROWS), open_text(part.path / ROWS) as rows:
             head = rows.readline()
             if head and not columns:
                 file.write(columns := head)
@@ -184,13 +195,17 @@ def _write_rows(file: TextIO, parts: list[Part], repeated: _Repeated) -> int:
                     file.write(block)
                 continue
             writer = csv.writer(file)
-            writer.writerows(row for row in csv.reader(rows) if row[0] not in names)
+            writer.writerows(row for row in csv.reader(rows) if row and row[0] not in names)
     return 0
 
 
 def _write_failures(file: TextIO, parts: list[Part]) -> int:
     """Write the last failure of each image that has no prediction; return their number."""
-    failures = {line_name(line): line for part in parts for line in part.lines(FAILURES)}
+    failures: dict[str, str] = {}
+    for part in parts:
+        for line in part.lines(FAILURES):
+            with as_damage(part.path / FAILURES):
+                failures[line_name(line)] = line
     if failures:
         for part in parts:
             for name in part.names(LINES):
@@ -211,20 +226,21 @@ def _write_objects(file: TextIO, parts: list[Part], repeated: _Repeated) -> int:
             for part in parts:
                 if not (part.path / OBJECTS).exists():
                     continue
-                content = json.loads((part.path / OBJECTS).read_text(encoding="utf-8"))
-                categories = content["categories"] or categories
-                numbers = {}
-                names = dropped.get(part.path, set())
-                for image in content["images"]:
-                    if image["file_name"] not in names:
-                        number += 1
-                        numbers[image["id"]] = number
-                        file.write(", " * (number > 1) + json.dumps(image | {"id": number}))
-                for entry in content["annotations"]:
-                    if entry["image_id"] in numbers:
-                        entry |= {"image_id": numbers[entry["image_id"]]}
-                        rest.write(separator + json.dumps(entry))
-                        separator = ", "
+                with as_damage(part.path / OBJECTS):
+                    content = json.loads(read_bytes(part.path / OBJECTS, MAX_TEXT_BYTES))
+                    categories = content["categories"] or categories
+                    numbers = {}
+                    names = dropped.get(part.path, set())
+                    for image in content["images"]:
+                        if image["file_name"] not in names:
+                            number += 1
+                            numbers[image["id"]] = number
+                            file.write(", " * (number > 1) + json.dumps(image | {"id": number}))
+                    for entry in content["annotations"]:
+                        if entry["image_id"] in numbers:
+                            entry |= {"image_id": numbers[entry["image_id"]]}
+                            rest.write(separator + json.dumps(entry))
+                            separator = ", "
             file.write(f'], "categories": {json.dumps(categories)}, "annotations": [')
             rest.seek(0)
             while block := rest.read(2**20):

@@ -12,7 +12,9 @@ missing, so a part may have any number of images, and an interrupted job loses o
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
 import re
@@ -20,12 +22,12 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from ...data.reading import read_bytes
+from ...data.reading import open_regular, read_bytes
 from ...data.sources.items import Shard
 from ...errors import PaleError, RunError
 from ...tasks.prediction import Prediction
@@ -69,21 +71,40 @@ class Part:
     def lines(self, name: str = LINES) -> Iterator[str]:
         """Yield the lines of a file of it."""
         if (self.path / name).exists():
-            with (self.path / name).open(encoding="utf-8", newline="\n") as file:
+            with as_damage(self.path / name), open_text(self.path / name) as file:
                 yield from file
 
     def names(self, name: str = LINES) -> Iterator[str]:
         """Yield the names of the images in a file of it."""
         for line in self.lines(name):
-            yield line_name(line)
+            with as_damage(self.path / name):
+                yield line_name(line)
 
 
 def line_name(line: str) -> str:
     """Return the name of the image of a JSON line."""
-    if not line.startswith(NAME_KEY):
+    if not line.startswith(NAME_KEY + '"'):
         return str(json.loads(line)["picture"])  # kept name
     found: tuple[str, int] = json.decoder.scanstring(line, len(NAME_KEY) + 1, True)  # type: ignore[attr-defined]
     return found[0]
+
+
+@contextmanager
+def as_damage(path: Path) -> Iterator[None]:
+    """Raise what shows that a file of a part is not one that a job wrote as an error about the file."""
+    try:
+        yield
+    except RunError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, csv.Error) as error:
+        raise RunError(
+            f"{path} is damaged ({error}); remove its part, and repeat the command of its shard"
+        ) from None
+
+
+def open_text(path: Path) -> TextIO:
+    """Open a file of a part; one that is not a regular file is an error."""
+    return io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="\n")
 
 
 def shard_folder(output: Path, shard: Shard) -> Path:
@@ -110,8 +131,10 @@ def join_output(output: Path, shards: int, settings: Mapping[str, Any]) -> None:
             temporary.unlink(missing_ok=True)
         _sync(output)
     found = load_json(path)
+    before = found.get("settings")
+    before = before if isinstance(before, dict) else {}
     for name, value in {"shards": shards, **settings}.items():
-        other = found.get(name) if name == "shards" else found.get("settings", {}).get(name)
+        other = found.get(name) if name == "shards" else before.get(name)
         if other != value:
             raise RunError(
                 f"{output} was started with {name} {other!r}, now it is {value!r}; use the same value, or another "
@@ -123,7 +146,7 @@ def load_json(path: Path) -> dict[str, Any]:
     """Read a small JSON file of the output folder."""
     try:
         found = json.loads(read_bytes(path, MAX_JSON))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} cannot be read ({error}); choose another output folder") from None
     if not isinstance(found, dict):
         raise RunError(f"{path} was not written by pale predict; choose another output folder")
@@ -146,7 +169,7 @@ def verify_part(path: Path, *, read: bool = True) -> Part:
         read: compare the content of the files too, not only their sizes.
     """
     about = load_json(path / "part.json")
-    files, counts = about.get("files"), (about.get("predicted"), about.get("failed"))
+    files = about.get("files")
     if not isinstance(files, dict) or not set(files) <= set(FILES) or LINES not in files:
         raise RunError(f"{path}: part.json does not list the files of a part")
     for name, entry in files.items():
@@ -158,9 +181,12 @@ def verify_part(path: Path, *, read: bool = True) -> Part:
                 raise RunError(f"{path / name}: its SHA-256 differs from that in part.json")
         except (OSError, TypeError, KeyError) as error:
             raise RunError(f"{path / name} cannot be checked ({error})") from None
-    if not all(isinstance(count, int) for count in counts):
+    # A line has more bytes than its key.
+    most = (path / LINES).stat().st_size // len(NAME_KEY)
+    predicted, failed = about.get("predicted"), about.get("failed")
+    if type(predicted) is not int or type(failed) is not int or not 0 <= predicted <= most:
         raise RunError(f"{path}: part.json does not state how many images it has")
-    return Part(path, *counts)  # type: ignore[arg-type]
+    return Part(path, predicted, failed)
 
 
 def list_parts(folder: Path) -> list[Path]:
@@ -281,8 +307,11 @@ def _alive(process: int) -> bool:
 
 
 def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -15,9 +15,9 @@ import torch
 
 from ...core.progress import Track, no_progress
 from ...data.sources.items import ImageItem, Shard
+from ...data.sources.paths import output_stem
 from ...errors import RunError
 from ...tasks.prediction import Prediction
-from ..files import output_stem
 from ..predictor import Failed, Predictor
 from .parts import (
     FAILURES,
@@ -159,12 +159,13 @@ def _read_parts(folder: Path, result: ShardResult, retry_failed: bool) -> tuple[
         number = int(path.name.rpartition("-")[2]) + 1
         try:
             part = verify_part(path)
+            names, names_failed = set(part.names()), set(part.names(FAILURES))
         except RunError as error:
             set_aside(path)
             result.damaged.append(str(error))
             continue
-        done.update(part.names())
-        failed.update(part.names(FAILURES))
+        done |= names
+        failed |= names_failed
     failed -= done
     result.kept, result.kept_failed = len(done), 0
     if not retry_failed:

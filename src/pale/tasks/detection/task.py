@@ -265,7 +265,7 @@ class DetectionTask(Task):
         about |= {"details": metric.details()}
         fresh_path(folder / "evaluation.json").write_text(json.dumps(about))
         rows = metric.per_class()
-        with fresh_path(folder / "per_class.csv").open("w", newline="") as file:
+        with fresh_path(folder / "per_class.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(csv_row(rows[0]))
             writer.writerows(csv_row(row.values()) for row in rows)

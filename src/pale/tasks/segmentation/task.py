@@ -266,7 +266,7 @@ class SegmentationTask(Task):
             }
             path = fresh_path(folder / f"evaluation_{each.protocol}.json")
             path.write_text(json.dumps(about))
-        with fresh_path(folder / "per_class.csv").open("w", newline="") as file:
+        with fresh_path(folder / "per_class.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             columns = ("iou", "accuracy", "precision")
             titles = [f"{e.protocol}_{c}" for e in found for c in columns]
