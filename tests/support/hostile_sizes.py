@@ -69,6 +69,27 @@ def sparse(folder):
     return path
 
 
+def shared(dtype: str, offset: int = 0):
+    """Write a large model whose tensors all are the same bytes of a small file."""
+
+    def make(folder):
+        given = {"channels": [1024] * 4, "heads": [2] * 4, "depths": [2, 2, 12, 2]}
+        changes = {"model__options": given, "model__drop_path": 0}
+        with torch.device("meta"):
+            tensors = RECIPES["classification"](**changes).model.build(2, 32).state_dict()
+        size = {"I8": 1, "F32": 4}[dtype]
+        values = hostile.recipe("classification", **changes)
+        header = {"__metadata__": {"pale": json.dumps({"recipe": values, "classes": ["a", "b"]})}}
+        for name, tensor in tensors.items():
+            end = offset or tensor.numel() * size
+            shape = list(tensor.shape)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}
+        text = json.dumps(header).encode()
+        return raw(text, body=bytes(size * max(t.numel() for t in tensors.values())))(folder)
+
+    return make
+
+
 def honest(task: str, later: dict, **changes):
     """Write weights that fit a recipe, and change the recipe."""
 
@@ -142,6 +163,9 @@ CASES = {
     "false length": raw(b"{}", 1 << 62),
     "many tensors": many_tensors,
     "sparse": sparse,
+    "shared bytes": shared("I8"),
+    "shared floats": shared("F32"),
+    "too few bytes": shared("F32", 4096),
     "laughs": yaml_file(f"{LAUGHS}name: *i\n"),
     "nested yaml": yaml_file("[" * 100_000),
     "long yaml": yaml_file("a: [" + "1," * 3_000_000 + "]"),

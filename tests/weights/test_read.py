@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import pale
 from pale.weights.compare import load_into
-from pale.weights.read import Weights, load_header, load_rest, load_weights
+from pale.weights.read import PickleWarning, Weights, load_header, load_rest, load_weights
 from pale.weights.write import save_weights
 
 
@@ -227,3 +227,17 @@ def test_position_maps_of_strange_shapes_are_refused(shape):
     tensors = model.state_dict() | {"stages.0.ape.map": torch.zeros(shape)}
     with pytest.raises(ValueError, match=r"stages\.0\.ape\.map is \(.*\), expected"):
         load_into(model, Weights(tensors), "x", new_head=False)
+
+
+def test_tensors_that_repeat_their_bytes_are_refused_and_tied_ones_are_read(tmp_path):
+    one = torch.zeros(1)
+    torch.save({"w": one.expand(10**6, 10**5)}, tmp_path / "a.pth")
+    with (
+        pytest.warns(PickleWarning),
+        pytest.raises(ValueError, match="which repeat each other"),
+    ):
+        load_weights(tmp_path / "a.pth")
+    tied = torch.zeros(1000, 10)
+    torch.save({"a": tied, "b": tied}, tmp_path / "b.pth")
+    with pytest.warns(PickleWarning):
+        assert load_weights(tmp_path / "b.pth").tensors.keys() == {"a", "b"}

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..errors import WeightsError
 from .pack import checksum
 
-DTYPES = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
+DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}  # bytes
+DTYPES |= {"I8": 1, "U8": 1, "BOOL": 1}
 ENTRY = "pale"  # key of our JSON in the metadata of a safetensors file
 CHECKSUM = "crc32"  # key in that JSON: checksum of tensors and header
 # Bounds of a header, which is read before anything else is known about a file.
@@ -52,6 +53,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, list[int]]]:
         if len(content) > 2 * MAX_TENSORS:  # packed files hold a scale beside each matrix
             raise ValueError(f"it has {len(content)} tensors, the maximum is {2 * MAX_TENSORS}")
         shapes = {name: _parse_shape(name, entry, size) for name, entry in content.items()}
+        held = sum(DTYPES[content[name]["dtype"]] * math.prod(s) for name, s in shapes.items())
+        if held > size:  # tensors that share bytes: a model of any size in a small file
+            raise ValueError(f"its tensors have {held} bytes, the file {size}")
         about = parse_json(metadata.get(ENTRY, "{}"))
         if not isinstance(about, dict):
             raise ValueError("its metadata is not a JSON object")
@@ -71,6 +75,8 @@ def _parse_shape(name: str, entry: Any, size: int) -> list[int]:
         raise ValueError(f"{name[:80]} has an invalid shape")
     if not 0 <= start <= end <= size or math.prod(n for n in shape if n) > max(size, 1):
         raise ValueError(f"{name[:80]} does not lie in the file")
+    if end - start != DTYPES[kind] * math.prod(shape):
+        raise ValueError(f"{name[:80]} has {end - start} bytes, not those of its shape")
     return list(shape)
 
 

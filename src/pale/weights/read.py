@@ -21,6 +21,9 @@ from .pack import FORMAT, SCALE, checksum, unpack_tensors
 
 # Keys under which training scripts keep a state dict.
 STATE_KEYS = ("state_dict", "model", "state_dict_ema", "model_ema")
+MAX_REPEATED = (
+    4  # times the size of a file that its tensors may have; tied weights are listed twice
+)
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,12 @@ def _load_pickle(path: Path) -> Weights:
             break
     if not isinstance(content, dict) or not all(map(_is_plain, content.values())):
         raise WeightsError(f"{path} holds no table of tensors by name; save model.state_dict()")
+    held = sum(tensor.numel() * tensor.element_size() for tensor in content.values())
+    if held > MAX_REPEATED * path.stat().st_size:  # an expanded tensor has any size in a few bytes
+        raise WeightsError(
+            f"{path} holds tensors of {held} bytes in {path.stat().st_size}, which repeat each other; save copies of "
+            "them (tensor.clone())"
+        )
     return Weights({str(name).removeprefix("module."): v for name, v in content.items()})
 
 
