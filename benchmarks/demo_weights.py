@@ -47,7 +47,7 @@ from common import (
 )
 
 from pale.data.decoding import read_image
-from pale.predict.bundle import load
+from pale.predict.bundle import ModelBundle, load
 from pale.recipes import get
 from pale.tools.measure import measure
 from pale.tools.publish import pack, read
@@ -56,6 +56,8 @@ from pale.weights import zoo
 from pale.weights.read import load_weights
 
 OURS = "pale_nano"
+TAG = "pets"  # in timm: pale_nano.pets
+LICENSE = "apache-2.0"
 PHOTOS = 64  # to compare logits before and after packing
 
 
@@ -255,7 +257,7 @@ def publish(args: argparse.Namespace, task: str, run: Path, found: dict) -> None
     """Pack, measure the packed file, and note it in the index."""
     plan = PLANS[task]
     path = args.out / f"{plan.name}.safetensors"
-    size = pack(run, path)
+    size = pack(run, path, license=LICENSE)
     root = args.data / "oxford-iiit-pet"
     with join() as world:
         found["packed"] = measure(path, root, world, batch=plan.batch, workers=args.workers)
@@ -264,7 +266,7 @@ def publish(args: argparse.Namespace, task: str, run: Path, found: dict) -> None
     words += settings(args, task)
     if not found["scratch"]:
         words += ["--init", PLANS["classify"].name]
-    classes = len(load_weights(path).about["classes"])
+    bundle = load(path)
     entry = zoo.ZooEntry(
         plan.name,
         plan.kind,
@@ -274,14 +276,30 @@ def publish(args: argparse.Namespace, task: str, run: Path, found: dict) -> None
         size,
         zoo.file_sha256(path),
         found["params"],
-        classes,
+        len(bundle.classes),
         {k: round(v, 4) for k, v in found["packed"].items()},
         "Oxford-IIIT Pet, trainval and test" + (", a toy run" if args.toy else ""),
         plan.recipe,
         shlex.join(words),
+        LICENSE,
+        timm_part(bundle) if task == "classify" else {},
     )
     (args.out / entry.card).write_text(f"# {plan.name}\n")
     zoo.add_entry(entry, args.out)
+
+
+def timm_part(bundle: ModelBundle) -> dict:
+    """Return the part of the index for timm: the tag names the training data."""
+    about = bundle.about()
+    return {
+        "tag": TAG,
+        "input_size": [3, about["size"], about["size"]],
+        "crop_pct": about["crop"],
+        "interpolation": about["interpolation"],
+        "mean": [round(value, 4) for value in about["mean"]],
+        "std": [round(value, 4) for value in about["std"]],
+        "label_names": about["classes"],
+    }
 
 
 def effect(run: Path, path: Path, root: Path) -> dict:
@@ -408,7 +426,7 @@ def card(args: argparse.Namespace, task: str) -> str:
     )
     toy = "**A toy run, to test the script: these weights are of no use.**\n\n" if args.toy else ""
     return f"""---
-license: apache-2.0
+license: {entry.license}
 library_name: {"timm" if task == "classify" else "pale-transformer"}
 pipeline_tag: {kind.get(task, "object-detection")}
 tags: [pale-transformer, vision, pets]
@@ -422,7 +440,7 @@ tags: [pale-transformer, vision, pets]
 {USE[task].format(name=plan.name)}
 pale eval {plan.name} --data.root oxford-iiit-pet
 ```
-
+{in_timm(entry)}
 ## How good
 
 {paragraph(good)}
@@ -454,6 +472,19 @@ official trainval list for training, {count:.0f} photos of its official test lis
 ## Licence
 
 The weights are ours, Apache-2.0. The photos are CC BY-SA 4.0 (Oxford-IIIT Pet) and not contained.
+"""
+
+
+def in_timm(entry: zoo.ZooEntry) -> str:
+    """Return how timm loads the weights, for the card."""
+    if not entry.timm:
+        return ""
+    return f"""
+```python
+import pale, timm
+
+model = timm.create_model("{entry.timm_name}", pretrained=True)  # class names: model.pretrained_cfg["label_names"]
+```
 """
 
 

@@ -17,6 +17,7 @@ import pale
 from pale.model.pale_transformer import resize_map
 from pale.tools.publish import export
 
+PETS = "pale_nano.pets"
 CHANNELS = [32, 64, 128, 192]  # of pale_nano
 
 
@@ -150,6 +151,19 @@ class TestTransformers:
         with torch.no_grad():
             assert_close(again(x).logits, model(x).logits)
 
+    def test_backbones_start_from_included_weights(self) -> None:
+        """transformers' `AutoBackbone.from_pretrained` requests any name from the hub first."""
+        config = self.transformers.TimmBackboneConfig(backbone=PETS, out_indices=(0, 1, 2, 3))
+        auto = self.transformers.AutoBackbone.from_config(config, pretrained=True).eval()
+        named = self.transformers.TimmBackbone.from_pretrained(PETS, out_indices=(1, 3)).eval()
+        x = torch.randn(1, 3, 61, 75)
+        with torch.no_grad():
+            maps = pale.create_model(PETS, pretrained=True, features_only=True).eval()(x)
+            for ours, theirs in zip(maps, auto(x).feature_maps, strict=True):
+                assert_close(ours, theirs)
+            for ours, theirs in zip(maps[1::2], named(x).feature_maps, strict=True):
+                assert_close(ours, theirs)
+
     def test_timm_folders_load_as_image_classifiers(self, tmp_path: Path) -> None:
         model = pale.create_model("pale_nano", attention="cross", num_classes=7).eval()
         save_timm_folder(model, tmp_path, {"attention": "cross"})
@@ -186,6 +200,18 @@ class TestSegmentationModels:
         assert y.shape == (2, 4, 64, 96)
         y.square().mean().backward()
         assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+    def test_the_encoder_starts_from_included_weights(self) -> None:
+        smp = pytest.importorskip("segmentation_models_pytorch")
+        model = smp.UPerNet(
+            f"tu-{PETS}", encoder_weights=True, in_channels=1, classes=4, decoder_channels=32
+        )
+        expected = pale.create_model(PETS, pretrained=True, in_chans=1, features_only=True)
+        found = model.encoder.model.state_dict()
+        assert found.keys() == expected.state_dict().keys()
+        assert all(torch.equal(found[name], t) for name, t in expected.state_dict().items())
+        preprocessing = smp.encoders.get_preprocessing_params(f"tu-{PETS}")
+        assert preprocessing["mean"] == list(expected.pretrained_cfg["mean"])
 
 
 class FeaturePyramid(nn.Module):

@@ -36,6 +36,9 @@ TESTS = [
 PRUNE = "test_prune_intermediate_layers_contract"  # added by timm 1.0.31
 if Version(timm.__version__) >= Version("1.0.31"):
     TESTS.append(PRUNE)
+# Run on every model with included weights; timm leaves them out on GitHub, where they would download.
+PRETRAINED = ["test_model_load_pretrained", "test_model_features_pretrained"]
+TAGGED = timm.list_pretrained("pale*")
 # TorchScript is deprecated and not offered.
 LEFT_OUT = ["test_model_forward_torchscript", "test_model_forward_fx_torchscript"]
 
@@ -110,6 +113,11 @@ def test_timm_chooses_all_four_models_for_these_tests_and_no_others(suite: Modul
         if isinstance(test, FunctionType)
     }
     chosen = {name: models for name, models in chosen.items() if models}
+    with_weights = {name.partition(".")[0] for name in TAGGED}
+    found = {name: chosen.pop(name) for name in PRETRAINED if name in chosen}
+    assert found == (
+        {} if "GITHUB_ACTIONS" in os.environ else dict.fromkeys(PRETRAINED, with_weights)
+    )
     assert chosen == dict.fromkeys(TESTS + LEFT_OUT, MODELS)
 
 
@@ -123,3 +131,10 @@ def test_timm_test_passes(suite: ModuleType, test: str, model: str) -> None:
         function(**calls(function)[model])
     except pytest.skip.Exception as skipped:
         pytest.fail(f"timm skipped its {test} on {model}: {skipped}")
+
+
+@pytest.mark.skipif("GITHUB_ACTIONS" in os.environ, reason="timm leaves these tests out there")
+@pytest.mark.parametrize("model", TAGGED)
+@pytest.mark.parametrize("test", PRETRAINED)
+def test_timm_test_of_pretrained_weights_passes(suite: ModuleType, test: str, model: str) -> None:
+    getattr(suite, test)(model_name=model, batch_size=1)

@@ -437,6 +437,42 @@ def test_a_card_agrees_with_an_evaluation_on_all_test_images(photos, entry):
         assert found[name] == pytest.approx(figure, abs=bound), name
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tag": "a.b"}, "an invalid tag"),
+        ({"tag": "untrained"}, "an invalid tag"),
+        ({"tag": 3}, "index.json is not a valid index"),
+        ({"default": 1}, "an invalid default"),
+        ({"input_size": [3, 0, 32]}, "an invalid input_size"),
+        ({"crop_pct": 0}, "an invalid crop_pct"),
+        ({"interpolation": "nearest"}, "an invalid interpolation"),
+        ({"std": [1, 1]}, "an invalid mean and std"),
+        ({"label_names": ["a"]}, "an invalid label_names"),
+        ({"file": "/etc/passwd"}, "must have tag, input_size"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_the_part_for_timm_is_checked(folder, changes, message):
+    entry = zoo.get_entry("shapes", folder)
+    valid = zoo.get_entry("classify_pets").timm | {"label_names": list("abcdefgh")}
+    zoo.write_index([replace(entry, timm=valid)], folder)
+    assert zoo.find_file("pale_nano.pets", folder) == folder / "shapes.safetensors"
+    zoo.write_index([replace(entry, timm=valid | changes)], folder)
+    with pytest.raises(ValueError, match=message):
+        zoo.list_entries(folder)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tag": "other"}], ids=["tag", "default"])
+def test_two_entries_cannot_have_one_name_in_timm(folder, changes):
+    entry = zoo.get_entry("shapes", folder)
+    part = zoo.get_entry("classify_pets").timm | {"label_names": list("abcdefgh"), "default": True}
+    entry = replace(entry, timm=part)
+    zoo.write_index([entry, replace(entry, name="other", timm=part | changes)], folder)
+    with pytest.raises(ValueError, match="several entries are 'pale_nano"):
+        zoo.list_entries(folder)
+
+
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a\\b", "..", ""])
 @pytest.mark.parametrize("field", ["file", "card"])
 def test_an_index_names_only_files_of_its_folder(tmp_path, field, name):

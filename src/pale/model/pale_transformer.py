@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, cast
 
 import timm
@@ -35,11 +36,11 @@ from timm.models import (
 from torch import Tensor, nn
 
 from ..compat import feature_take_indices
-from ..errors import UnavailableError
 from ..ops.pale_attention import Backend, pale_attention
 from ..ops.pale_attention.region import Region, check_word
 from ..ops.shortcuts import is_transformed, plain_kind
 from ..ops.sizes import any_size, exporting, opaque_sizes
+from ..weights.zoo.index import UNTRAINED
 from . import fused
 from .config import AttentionMode as AttentionMode
 from .config import PaleConfig as PaleConfig
@@ -54,6 +55,7 @@ from .layers import (
     project,
     separable_convs,
 )
+from .pretrained import default_tag, load_pretrained, names_weights, tagged_configs
 
 register_notrace_function(pale_attention)
 torch.fx.wrap("pale_attention")  # for other tracers than timm's
@@ -383,6 +385,10 @@ class PaleTransformer(nn.Module):
             if (ape := cast("PaleStage", stage).ape) is not None:
                 ape.map = nn.Parameter(resize_map(ape.map.detach(), ape.map.new_empty(1, h, w, 1)))
 
+    def load_pretrained(self, path: str) -> None:
+        """Load included or packed weights; timm calls this for a `pretrained_cfg` with `custom_load`."""
+        load_pretrained(self, Path(path))
+
     def no_weight_decay(self) -> set[str]:
         """Return the names of position encodings, which get no weight decay."""
         return {name for name, _ in self.named_parameters() if name.endswith("ape.map")}
@@ -436,18 +442,17 @@ def _cfg() -> dict[str, Any]:
     }
 
 
-default_cfgs = generate_default_cfgs({f"{name}.untrained": _cfg() for name in VARIANTS})
+# Without a tag, a model has 1000 classes whatever weights there are. timm makes the first tag with weights the
+# default, unless a later one has an asterisk.
+default_cfgs = generate_default_cfgs(
+    tagged_configs(_cfg(), VARIANTS) | {f"{name}.{UNTRAINED}*": _cfg() for name in VARIANTS}
+)
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> PaleTransformer:
     architecture = {f.name: kwargs.pop(f.name) for f in fields(PaleConfig) if f.name in kwargs}
-    if pretrained and not (kwargs.get("pretrained_cfg") or kwargs.get("pretrained_cfg_overlay")):
-        raise UnavailableError(
-            f"No pretrained weights exist for {variant}: nobody has trained it on ImageNet with this code. "
-            "`pale weights` lists the included weights; `pale weights export NAME DIR` writes a folder for "
-            'timm.create_model("local-dir:DIR", pretrained=True), and `pale train finetune --data.root photos` starts '
-            "from them"
-        )
+    if pretrained and not names_weights(kwargs):
+        kwargs["pretrained_cfg"] = default_tag(variant)
     model = build_model_with_cfg(
         TokenTransformer if kwargs.pop("token_outputs", False) else PaleTransformer,
         variant,
@@ -498,7 +503,8 @@ def create_model(name: str = "pale_tiny", **kwargs: Any) -> PaleTransformer:
     """Return a model by name, created by `timm.create_model`.
 
     Args:
-        name: pale_nano, pale_tiny, pale_small or pale_base.
+        name: pale_nano, pale_tiny, pale_small or pale_base; with a tag and `pretrained=True`, included weights:
+            "pale_nano.pets" (`timm.list_pretrained("pale*")` lists them).
         kwargs: the fields of `PaleConfig` (attention, pale_size, position, stem_stride, img_size,
             backend, ...), the arguments of `PaleTransformer` (in_chans, num_classes,
             drop_path_rate, ...), and timm's (features_only, ...).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,21 @@ def without_paths(recipe: Recipe) -> Recipe:
     return recipe.override(changes)
 
 
-def pack(source: Path, output: Path, recipe: str | None = None) -> int:
-    """Write the weights of a run or a file in a quarter of the space; returns the bytes."""
+def pack(source: Path, output: Path, recipe: str | None = None, license: str | None = None) -> int:
+    """Write the weights of a run or a file in a quarter of the space; returns the bytes.
+
+    Args:
+        source: a run or a file.
+        output: the file to write.
+        recipe: for weights of another project: the name of the recipe that describes the model.
+        license: of the weights, as an SPDX identifier in lower case, for the header.
+    """
     if output.suffix != ".safetensors":
         raise SettingsError(
             f"packed weights must be a .safetensors file, got {output}; change the suffix"
         )
     weights, chosen = read(source, recipe)
-    about = weights.about | {"recipe": chosen.plain()}
+    about = weights.about | {"recipe": chosen.plain()} | ({"license": license} if license else {})
     output.parent.mkdir(parents=True, exist_ok=True)
     save_weights(output, weights.tensors, about, packed=True)
     output.chmod(0o644)  # safetensors makes files readable by the owner only
@@ -72,13 +80,16 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingsError(f"{target} exists and is not an empty folder; choose another")
     weights, chosen = read(source, recipe, folder)
+    where = folder or zoo.index.FOLDER
+    entries = [] if source.exists() else zoo.list_entries(where)
+    entry = next((e for e in entries if str(source) in (e.name, e.timm_name)), None)
+    if entry is not None and entry.license:
+        weights = replace(weights, about=weights.about | {"license": entry.license})
     target.mkdir(parents=True, exist_ok=True)
     chosen.task_class.pipeline.write_hub_config(chosen, weights, source, target / "config.json")
     about = weights.about | {"recipe": chosen.plain()}
     save_weights(target / "model.safetensors", weights.tensors, about)
     (target / "recipe.yaml").write_text(recipe_to_yaml(chosen))
-    where = folder or zoo.index.FOLDER
-    for entry in zoo.list_entries(where):
-        if entry.name == str(source) and not source.exists() and (where / entry.card).is_file():
-            shutil.copyfile(where / entry.card, target / "README.md")
+    if entry is not None and (where / entry.card).is_file():
+        shutil.copyfile(where / entry.card, target / "README.md")
     return sorted(target.iterdir())

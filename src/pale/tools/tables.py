@@ -30,23 +30,27 @@ def describe_weights(entries: Sequence[ZooEntry], folder: Path) -> Iterator[str 
     table = Table("name", "task", "model", "classes")
     for column in ("M params", "MB", "figure, %", "photos"):
         table.add_column(column, justify="right")
+    table.add_column("licence")
     for entry in entries:
         table.add_row(
             entry.name,
             entry.task,
-            entry.model,
+            entry.timm_name or entry.model,
             str(entry.classes),
             f"{entry.params / 1e6:.2f}",
             f"{entry.bytes / 1e6:.2f}",
             entry.headline,
             f"{entry.figures.get('images', 0):.0f}",
+            entry.license or "-",
         )
     yield table
     total = sum(entry.bytes for entry in entries) / 1e6
     yield (
         f"{total:.2f} MB in {folder}; "
-        "pale weights show NAME prints a card: data, recipe, peers, limits"
+        "pale weights show NAME prints a card: data, recipe, peers, limits, licence"
     )
+    if tagged := [entry.timm_name for entry in entries if entry.timm_name]:
+        yield f"in Python, after import pale: timm.create_model('{tagged[0]}', pretrained=True)"
 
 
 def describe_token_labels(made: TokenLabelManifest, output: Path) -> Iterator[str]:

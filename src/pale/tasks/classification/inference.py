@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from ..pipeline import Options
 from ..prediction import ArraySpec, Json, Prediction, Region
 from ..square_pipeline import SquarePipeline
 from .draw import draw_bars, size_with_bars
+
+LICENSE = re.compile(r"[A-Za-z0-9.+-]{1,64}")  # an SPDX identifier
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,14 @@ class ClassificationPipeline(SquarePipeline):
             interpolation="bicubic" if how == "random" else how,
         )
 
+    @classmethod
+    def from_module(cls, model: nn.Module, config: Mapping[str, Any]) -> Self:
+        """Return the pipeline with the class names in timm's config, if they are those of the classifier."""
+        names = config.get("label_names") or ()
+        fitting = len(names) == getattr(model, "num_classes", None)
+        known = fitting and all(isinstance(name, str) for name in names)
+        return replace(super().from_module(model, config), classes=tuple(names) if known else ())
+
     def build(self, recipe: Any) -> nn.Module:
         """Build the classifier with random weights."""
         settings = vary(recipe.model, weights=None, new_head=False)
@@ -197,6 +208,7 @@ class ClassificationPipeline(SquarePipeline):
             "crop_pct": made.crop,
             "interpolation": made.interpolation,
             "tag": "",
+            "license": _license(weights.about),
         }
         settings = recipe.model
         arguments: Json = dict(settings.options)
@@ -210,6 +222,12 @@ class ClassificationPipeline(SquarePipeline):
         names = {"label_names": list(made.classes)} if made.classes else {}
         save_config_for_hf(model, path, model_config=names, model_args=arguments)
         _keep_arguments(path, arguments)
+
+
+def _license(about: Mapping[str, Any]) -> str | None:
+    """Return the licence that a header states; that of the code does not apply to other weights."""
+    found = about.get("license")
+    return found if isinstance(found, str) and LICENSE.fullmatch(found) else None
 
 
 def _keep_arguments(path: Path, arguments: Json) -> None:

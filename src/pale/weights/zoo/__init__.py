@@ -4,7 +4,7 @@ Only the standard library is needed here, so that a name can be looked up withou
 accepts another folder with such an index, as benchmarks/demo_weights.py writes it; None means this folder.
 """
 
-from .files import FileCheck, file_sha256, verify_files
+from .files import FileCheck, file_sha256, require_intact, verify_files
 from .index import (
     HEADLINE,
     ZooEntry,
@@ -28,6 +28,7 @@ __all__ = [
     "find_file",
     "get_entry",
     "list_entries",
+    "require_intact",
     "verify_files",
     "write_index",
 ]

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...errors import WeightsError
 from . import index
 from .index import INDEX, ZooEntry, list_entries
 
@@ -35,6 +36,17 @@ def verify_files(folder: Path | None = None) -> list[FileCheck]:
         if path.name not in listed:
             found.append(FileCheck(path.stem, path.name, f"is not in {INDEX}"))
     return found
+
+
+def require_intact(path: Path, folder: Path | None = None) -> None:
+    """Raise `WeightsError` if a file of the folder differs from the index; files elsewhere have no entry."""
+    folder = folder or index.FOLDER
+    if path.resolve().parent != folder.resolve():
+        return
+    entry = next((each for each in list_entries(folder) if each.file == path.name), None)
+    problem = f"is not in {INDEX}" if entry is None else _find_problem(entry, folder)
+    if problem is not None:
+        raise WeightsError(f"{path} {problem}; install the package again")
 
 
 def _find_problem(entry: ZooEntry, folder: Path) -> str | None:

@@ -8,12 +8,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from ...errors import WeightsError
 
 FOLDER = Path(__file__).parent
 INDEX = "index.json"
 FORMAT = 1
+TIMM_CONFIG = ("input_size", "crop_pct", "interpolation", "mean", "std", "label_names")
+TAG = re.compile(r"[a-z0-9_]{1,40}")
+UNTRAINED = "untrained"  # tag of the models without weights
 # Metrics that tables show, and their names there, as `Task.headline` has them; tasks are not imported here.
 HEADLINE = {"top1": "top-1", "miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask AP"}
 
@@ -36,6 +40,9 @@ class ZooEntry:
         data: description of the training and evaluation data.
         recipe: name of the recipe.
         command: command that trains these weights.
+        license: licence of the weights, an SPDX identifier in lower case.
+        timm: of a classifier that timm loads by a tagged name: "tag", `timm_config` and, if the weights are those of
+            the name without a tag, "default"; else empty.
     """
 
     name: str
@@ -51,6 +58,18 @@ class ZooEntry:
     data: str = ""
     recipe: str = ""
     command: str = ""
+    license: str = ""
+    timm: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def timm_name(self) -> str:
+        """Return the name for `timm.create_model`, such as "pale_nano.pets"; empty if there is none."""
+        return f"{self.model}.{self.timm['tag']}" if self.timm else ""
+
+    @property
+    def timm_config(self) -> dict[str, Any]:
+        """Return the preprocessing and the class names, as timm's `pretrained_cfg` calls them."""
+        return {name: self.timm[name] for name in TIMM_CONFIG} if self.timm else {}
 
     @property
     def headline(self) -> str:
@@ -79,6 +98,7 @@ def list_entries(folder: Path | None = None) -> list[ZooEntry]:
         ]
         for entry in found:
             _check_entry(entry)
+        _check_names(found)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(
             f"{path} is not a valid index of weights ({error}); install the package again"
@@ -88,12 +108,51 @@ def list_entries(folder: Path | None = None) -> list[ZooEntry]:
 
 def _check_entry(entry: ZooEntry) -> None:
     """Raise `ValueError` unless the values have the right types and name files inside the folder."""
-    words = (entry.name, entry.task, entry.model, entry.file, entry.card, entry.sha256)
+    words = (
+        entry.name,
+        entry.task,
+        entry.model,
+        entry.file,
+        entry.card,
+        entry.sha256,
+        entry.license,
+    )
     if not all(isinstance(word, str) for word in words) or not isinstance(entry.figures, dict):
         raise ValueError("an entry has a value of a wrong type")
     for name in (entry.file, entry.card):
         if name in ("", ".", "..") or re.search(r"[/\\\0]", name):
             raise ValueError(f"{name[:80]!r} is not a file of this folder")
+    if entry.timm:
+        _check_timm(entry)
+
+
+def _check_timm(entry: ZooEntry) -> None:
+    """Raise `ValueError` unless the part for timm is complete and has valid values."""
+    given = entry.timm
+    if given.keys() - {"default"} != {"tag", *TIMM_CONFIG}:
+        raise ValueError(f"timm of {entry.name[:80]!r} must have tag, {', '.join(TIMM_CONFIG)}")
+    size, labels = given["input_size"], given["label_names"]
+    numbers = (*given["mean"], *given["std"], given["crop_pct"])
+    valid = {
+        "tag": bool(TAG.fullmatch(given["tag"])) and given["tag"] != UNTRAINED,
+        "default": type(given.get("default", False)) is bool,
+        "input_size": len(size) == 3 and all(type(n) is int and 0 < n <= 4096 for n in size),
+        "crop_pct": 0 < given["crop_pct"] <= 1,
+        "interpolation": given["interpolation"] in ("bicubic", "bilinear"),
+        "mean and std": len(numbers) == 7 and all(type(n) in (int, float) for n in numbers),
+        "label_names": len(labels) == entry.classes and all(isinstance(n, str) for n in labels),
+    }
+    if wrong := [name for name, right in valid.items() if not right]:
+        raise ValueError(f"timm of {entry.name[:80]!r} has an invalid {', '.join(wrong)}")
+
+
+def _check_names(entries: Sequence[ZooEntry]) -> None:
+    """Raise `ValueError` if two entries have one tagged name, or are the default of one model."""
+    tagged = [entry for entry in entries if entry.timm]
+    names = [entry.timm_name for entry in tagged]
+    names += [entry.model for entry in tagged if entry.timm.get("default")]
+    if several := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"several entries are {several[0][:80]!r} in timm")
 
 
 def require_index(folder: Path) -> Path:
@@ -106,11 +165,11 @@ def require_index(folder: Path) -> Path:
 
 
 def get_entry(name: str, folder: Path | None = None) -> ZooEntry:
-    """Return the entry of a name; raise `WeightsError` if there is none."""
+    """Return the entry of a name, its own or timm's; raise `WeightsError` if there is none."""
     folder = folder or FOLDER
     known = list_entries(folder)
     for entry in known:
-        if entry.name == name:
+        if name and name in (entry.name, entry.timm_name):
             return entry
     names = ", ".join(entry.name for entry in known)
     raise WeightsError(
@@ -121,11 +180,11 @@ def get_entry(name: str, folder: Path | None = None) -> ZooEntry:
 
 
 def find_file(name: str, folder: Path | None = None) -> Path | None:
-    """Return the weights file of a name, or None if the index has no such name."""
+    """Return the weights file of a name, its own or timm's, or None if the index has no such name."""
     if not name or os.path.basename(name) != name:
         return None
     for entry in list_entries(folder):
-        if entry.name == name:
+        if name in (entry.name, entry.timm_name):
             path = (folder or FOLDER) / entry.file
             if not path.is_file():
                 raise WeightsError(
