@@ -14,7 +14,9 @@ class _BoundedReader:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.tell, self.seek = file.tell, file.seek
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
     def read(self, size: int) -> bytes:
         """Read at most `MAX_HEADER_BYTES`."""
