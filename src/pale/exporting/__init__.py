@@ -87,8 +87,8 @@ def export(
         fixed: export for one size only, the first of `sizes`; for models that accept a single size.
         opset: ONNX opset version.
         sizes: (batch, height, width) to check at; by default three around the size of the model.
-        data: a folder of images on which file and model are compared; if its folders are named like the classes,
-        their accuracy is compared too.
+        data: a folder of images on which file and model are compared; if its folders are named like the classes, their
+            accuracy is compared too.
         say: is called with progress messages.
     """
     if format == "triton":

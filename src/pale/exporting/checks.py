@@ -29,7 +29,7 @@ class Check:
     Attributes:
         size: batch, height, width.
         difference: largest difference of an output; for a detector, of boxes (relative to the longer side), scores and
-        masks of the objects that both found, or 1 if their objects differ too much.
+            masks of the objects that both found, or 1 if their objects differ too much.
         scale: largest absolute output of PyTorch; 1 for a detector.
         torch_ms: milliseconds of the model in eager mode.
         ms: milliseconds of the file.

@@ -65,7 +65,7 @@ class Predictor:
 
     Args:
         source: a run's folder, a .safetensors file, a name listed by `pale weights`, a model's name, or a module; by
-        default the included weights for the task.
+            default the included weights for the task.
         task: "classification", "segmentation" or "detection"; by default the task of the model.
         recipe: name of the recipe of the model, for weights of another project.
         device: by default the GPU if there is one.
@@ -75,8 +75,8 @@ class Predictor:
         own_size: segmentation, detection: do not resize images.
         slide: segmentation: use sliding windows.
         multi: segmentation: use several scales, with flipped images.
-        batch: maximum batch size, of images of one size; by default 16 (fewer above 384 pixels), or 4 if results are
-        as large as images.
+        batch: maximum batch size, of images of one size; by default 16 (fewer above 384 pixels), or 4 if results are as
+            large as images.
 
     Attributes:
         loaded: the model and its inference pipeline.

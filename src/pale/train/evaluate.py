@@ -73,7 +73,7 @@ class Evaluation:
         world: the processes.
         batch: images per batch.
         workers: reading processes; they are kept between evaluations, because starting them takes longer than
-        evaluating a small set.
+            evaluating a small set.
         even: see `Share`.
         only: see `Share`.
         protocol: protocol of the task; "" is the protocol of validation during training.

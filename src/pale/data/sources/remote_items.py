@@ -39,8 +39,7 @@ def remote_items(
 
     Args:
         addresses: addresses of images, prefixes (`s3://bucket/folder`), list files (.txt: paths below the folder of the
-        list) and
-            tar archives, as a user typed them.
+            list) and tar archives, as a user typed them.
         shard: shard to return.
         options: time limits and the cache of archives.
     """

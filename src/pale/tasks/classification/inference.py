@@ -87,7 +87,7 @@ class ClassificationPipeline(SquarePipeline):
     Attributes:
         top: number of classes in a result.
         tags: number of outputs, at the end, that are independent tags; the others are classes, of which an image has
-        one. The results of a model with both list only the classes.
+            one. The results of a model with both list only the classes.
         score: probability above which tags are listed; the most probable tag is always listed.
     """
 

@@ -47,7 +47,7 @@ class SourceClasses:
         masks: which classes a source has, (sources, classes), bool.
         multi: which sources have tags, (sources,), bool.
         scale: factor of the loss of a source with tags, (sources,): 1 / mean number of tags of an image. The binary
-        cross-entropy is then comparable to a cross-entropy over as many classes.
+            cross-entropy is then comparable to a cross-entropy over as many classes.
     """
 
     masks: Tensor
