@@ -47,9 +47,16 @@ OUTSIDE = {
     "benchmarks/results/detection_h200_curves.png": "results/detection_h200_curves.png",
     "benchmarks/results/detection_h200_predictions.png": "results/detection_h200_predictions.png",
     "benchmarks/results/demo_weights_h200.json": "results/demo_weights_h200.json",
+    "benchmarks/results/bulk_cpu.md": "results/bulk_cpu.md",
     "benchmarks/results/cpu.md": "results/cpu.md",
     "benchmarks/results/onnx_cpu.md": "results/onnx_cpu.md",
+    "benchmarks/results/serving_cpu.md": "results/serving_cpu.md",
     "benchmarks/results/interop.json": "results/interop.json",
+    "deploy/Containerfile": "deploy/Containerfile",
+    "deploy/kubernetes.yaml": "deploy/kubernetes.yaml",
+    "deploy/skypilot.yaml": "deploy/skypilot.yaml",
+    "deploy/train.sbatch": "deploy/train.sbatch",
+    "deploy/trainjob.yaml": "deploy/trainjob.yaml",
     "examples/onnx_predict.py": "examples/onnx_predict.py",
 }
 LINK = re.compile(r"(\]\()([^)#\s]+)([)#])")
