@@ -111,7 +111,7 @@ def test_timm_models_are_built_by_name():
         ({"epochs": 10}, "warmup_epochs must be smaller than epochs, got 20 and 10"),
         (
             {"model.name": "resnet50", "model.attention": "axial"},
-            r"model: attention belongs to pale_nano.* not to resnet50",
+            r"model: attention applies only to pale_nano.* not to resnet50",
         ),
         ({"data.size": 4}, r"data\.size must be greater than or equal to 16, got 4"),
     ],

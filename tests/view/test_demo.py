@@ -75,7 +75,7 @@ def test_weights_of_three_tasks_and_a_run_are_shown(box, tmp_path):
     assert "top-1 51.5 on scenes" in text
     assert "mIoU 61.5" in text
     assert "box AP 31.5, mask AP 21.5" in text
-    assert "of new images right" in text
+    assert "accuracy on new images" in text
 
 
 def test_the_page_opens_with_right_predictions_and_shows_a_failure(tmp_path):
