@@ -54,10 +54,20 @@ class Prepared:
 
 
 def prepare(content: bytes, name: str, size: int) -> Prepared:
-    """Check an image and scale it so that its shorter side is at most `size`; raise `DroppedError`.
+    """Check an image and scale it so that its shorter side is at most `size`; raise `DroppedError`."""
+    full, plain = decode(content, name, size)
+    short, long = sorted(full.size)
+    if short < MIN_SIDE:
+        raise DroppedError("too small")
+    if long > MAX_ASPECT * short:
+        raise DroppedError("extreme aspect ratio")
+    small, content = scale(full, size, content if plain else None)
+    hashes, thumbnails = fingerprint(small)
+    return Prepared(content, hashes, thumbnails, min(small.size))
 
-    A JPEG that needs no scaling, rotation or conversion keeps its bytes.
-    """
+
+def decode(content: bytes, name: str, size: int) -> tuple[Image.Image, bool]:
+    """Return an image upright, and whether its file is a JPEG that needs no scaling, rotation or conversion."""
     try:
         with open_image(io.BytesIO(content), MAX_PIXELS) as image:
             plain = image.format == "JPEG" and image.mode in ("RGB", "L")
@@ -69,22 +79,22 @@ def prepare(content: bytes, name: str, size: int) -> Prepared:
         raise DroppedError("too many pixels") from None
     except Exception as error:
         raise DroppedError("unreadable") from undecodable_content(name, error)
-    short, long = sorted(full.size)
-    if short < MIN_SIDE:
-        raise DroppedError("too small")
-    if long > MAX_ASPECT * short:
-        raise DroppedError("extreme aspect ratio")
+    return full, plain
+
+
+def scale(full: Image.Image, size: int, content: bytes | None = None) -> tuple[Image.Image, bytes]:
+    """Return an image with a shorter side of at most `size`, and its JPEG file: `content`, if it is given."""
+    short = min(full.size)
     small = full
     if short > size:
         small = full.resize(
             tuple(max(1, round(n * size / short)) for n in full.size), Image.Resampling.LANCZOS
         )
-    if not plain:
+    if content is None:
         buffer = io.BytesIO()
         small.save(buffer, "JPEG", quality=QUALITY, optimize=True)
         content = buffer.getvalue()
-    hashes, thumbnails = fingerprint(small)
-    return Prepared(content, hashes, thumbnails, min(small.size))
+    return small, content
 
 
 def fingerprint(image: Image.Image) -> tuple[Hashes, NDArray[np.uint8]]:

@@ -82,9 +82,13 @@ class Repository:
     def _command(self, *words: str) -> list[str]:
         return ["git", f"--git-dir={self.folder}", *words]
 
-    def _run(self, *words: str) -> bytes:
+    def _run(self, *words: str, content: bytes = b"") -> bytes:
         return subprocess.run(
-            self._command(*words), env=os.environ | ENVIRONMENT, capture_output=True, check=True
+            self._command(*words),
+            input=content,
+            env=os.environ | ENVIRONMENT,
+            capture_output=True,
+            check=True,
         ).stdout
 
     def entries(self) -> list[Entry]:
@@ -97,6 +101,23 @@ class Repository:
                 if kind == "blob":
                     name = path.decode("utf-8", "surrogateescape")
                     found.append(Entry(name, oid, int(size) if size.isdecimal() else -1))
+        return sorted(found)
+
+    def past_entries(self, pattern: str) -> list[Entry]:
+        """Return the files of the commit and all before it whose path fits; of several versions the newest."""
+        newest: dict[str, str] = {}
+        words = ("rev-list", "--objects", "--missing=allow-any", self.commit)
+        for line in self._run(*words).splitlines():
+            oid, _, path = line.decode("utf-8", "surrogateescape").partition(" ")
+            if re.fullmatch(pattern, path):
+                newest.setdefault(path, oid)
+        given = "".join(f"{oid}\n" for oid in newest.values()).encode()
+        answers = self._run("cat-file", "--batch-check", content=given).splitlines()
+        found = []
+        for (path, oid), answer in zip(newest.items(), answers, strict=True):
+            kind, _, size = answer.decode().partition(" ")[2].partition(" ")
+            if kind != "tree":
+                found.append(Entry(path, oid, int(size) if kind == "blob" else -1))
         return sorted(found)
 
     def contents(
@@ -132,13 +153,7 @@ class Repository:
 
     def lines(self, path: str) -> list[str]:
         """Return the lines of a text file of the commit."""
-        entry = next((entry for entry in self.entries() if entry.path == path), None)
-        content: bytes | str = "missing"
-        if entry is not None:
-            content = next(self.contents([entry], MAX_LIST_BYTES))
-        if isinstance(content, str):
-            raise DataError(f"{path} of {self.folder}: {content}; fetch the repository again")
-        return content.decode("utf-8", "surrogateescape").splitlines()
+        return read_file(self, path).decode("utf-8", "surrogateescape").splitlines()
 
 
 class Archive:
@@ -162,6 +177,17 @@ class Archive:
             for entry in entries:
                 file.seek(int(entry.oid))
                 yield "too many bytes" if entry.size > limit else file.read(entry.size)
+
+
+def read_file(repository: Repository | Archive, path: str) -> bytes:
+    """Return the content of a file, such as a list of labels."""
+    entry = next((entry for entry in repository.entries() if entry.path == path), None)
+    content: bytes | str = "missing"
+    if entry is not None:
+        content = next(iter(repository.contents([entry], MAX_LIST_BYTES)))
+    if isinstance(content, str):
+        raise DataError(f"{path} of {repository.folder}: {content}; fetch the repository again")
+    return content
 
 
 @dataclass(frozen=True)

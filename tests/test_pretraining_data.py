@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from support.repositories import InlineExecutor, commit, photo
 
 from pale.data.sources.shards import ShardFiles
 from pale.errors import DataError
@@ -43,44 +41,6 @@ def sources(script: ModuleType) -> ModuleType:
 @pytest.fixture
 def images(script: ModuleType) -> ModuleType:
     return sys.modules["pretraining_images"]
-
-
-def photo(seed: int, size: tuple[int, int] = (64, 64), file: str = "JPEG", **options: Any) -> bytes:
-    """Return an encoded image of smooth random blobs; the same seed gives the same scene in any size."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), np.uint8)
-    buffer = io.BytesIO()
-    image = Image.fromarray(pixels).resize((256, 256), Image.Resampling.BICUBIC)
-    image.resize(size, Image.Resampling.LANCZOS).save(buffer, file, **options)
-    return buffer.getvalue()
-
-
-def commit(folder: Path, files: dict[str, bytes]) -> str:
-    """Write a bare repository with one commit of the files; return the commit."""
-    folder.mkdir(parents=True)
-    env = os.environ | {
-        f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
-    }
-
-    def git(*words: str, content: bytes = b"") -> str:
-        command = ["git", f"--git-dir={folder}", *words]
-        return (
-            subprocess.run(command, input=content, env=env, check=True, capture_output=True)
-            .stdout.decode()
-            .strip()
-        )
-
-    git("init", "-q", "--bare")
-    lines = []
-    for name, content in files.items():
-        data = name.encode()
-        mode = "120000" if name.endswith("link.jpg") else "100644"
-        lines.append(
-            f"blob\nmark :{len(lines) + 1}\ndata {len(content)}\n".encode() + content + b"\n"
-        )
-        files[name] = b"M %s :%d %s\n" % (mode.encode(), len(lines), data)
-    head = b"commit refs/heads/main\ncommitter a <a@b> 0 +0000\ndata 1\nx\n"
-    git("fast-import", "--quiet", content=b"".join(lines) + head + b"".join(files.values()))
-    return git("rev-parse", "refs/heads/main")
 
 
 Run = Callable[..., Path]
@@ -112,26 +72,8 @@ def run(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         script.run(args)
         return out
 
-    monkeypatch.setattr(script, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(script, "ProcessPoolExecutor", InlineExecutor)
     return prepare
-
-
-class Inline:
-    """Runs jobs in this process when they are submitted."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def __enter__(self) -> Inline:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def shutdown(self, **_: object) -> None: ...
-
-    def submit(self, function: Callable[..., Any], *words: object) -> Any:
-        future: Future[Any] = Future()
-        future.set_result(function(*words))
-        return future
 
 
 SPLIT = {
