@@ -176,6 +176,15 @@ def test_the_error_without_weights_names_the_tagged_route(name: str) -> None:
         timm.create_model(name, pretrained=True)
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["object", "dict"])
+def test_the_configuration_of_the_untagged_name_names_no_weights(plain: bool) -> None:
+    """timm's scripts resolve the configuration of a name and pass it on."""
+    cfg = timm.get_pretrained_cfg("pale_nano")
+    cfg = cfg.to_dict() if plain else cfg
+    with pytest.raises(RuntimeError, match=r'create_model\("pale_nano\.pets"'):
+        timm.create_model("pale_nano", pretrained=True, pretrained_cfg=cfg)
+
+
 def test_the_error_of_a_model_without_tagged_weights_names_none() -> None:
     with pytest.raises(RuntimeError, match=r"No pretrained weights exist for pale_tiny") as caught:
         timm.create_model("pale_tiny", pretrained=True, device="meta")
@@ -291,6 +300,9 @@ def test_a_file_and_an_entry_are_all_that_general_weights_need(folder: Path) -> 
         assert model.num_classes == {made.classes}
         assert model.pretrained_cfg["tag"] == "general"
         assert timm.create_model("pale_nano", pretrained=True, num_classes=5).num_classes == 5
+        cfg = timm.get_pretrained_cfg("pale_nano").to_dict()  # as timm's scripts
+        model = timm.create_model("pale_nano", pretrained=True, pretrained_cfg=cfg)
+        assert model.pretrained_cfg["tag"] == "general"
     """
     subprocess.run([sys.executable, "-c", code], check=True)
 

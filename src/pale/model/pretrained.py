@@ -58,11 +58,18 @@ def _config(entry: zoo.ZooEntry) -> dict[str, Any]:
 
 
 def names_weights(arguments: Mapping[str, Any]) -> bool:
-    """Return whether arguments of `timm.create_model` name weights: a tag, a configuration, or a source."""
-    overlay = arguments.get("pretrained_cfg_overlay") or {}
-    if any(overlay.get(source) for source in SOURCES):
+    """Return whether arguments of `timm.create_model` name weights: by a tag, a configuration or a source.
+
+    timm's scripts pass the configuration of a name without a tag, which names none.
+    """
+    given, overlay = (arguments.get(f"pretrained_cfg{part}") or {} for part in ("", "_overlay"))
+    if isinstance(given, str):
+        given = {"tag": given}
+    elif not isinstance(given, Mapping):
+        given = vars(given)  # timm's PretrainedCfg
+    if any(config.get(source) for config in (given, overlay) for source in SOURCES):
         return True
-    return arguments.get("pretrained_cfg") not in (None, "", {}, UNTRAINED)
+    return bool(given) and given.get("tag") != UNTRAINED
 
 
 def default_tag(model: str) -> str:
