@@ -483,7 +483,8 @@ def in_timm(entry: zoo.ZooEntry) -> str:
 ```python
 import pale, timm
 
-model = timm.create_model("{entry.timm_name}", pretrained=True)  # class names: model.pretrained_cfg["label_names"]
+model = timm.create_model("{entry.timm_name}", pretrained=True)
+names = model.pretrained_cfg["label_names"]
 ```
 """
 
