@@ -46,6 +46,10 @@ def test_importing_pale_imports_neither_torch_nor_timm():
         pytest.param("import pale, timm", id="timm second"),
         pytest.param("import timm, pale", id="timm first"),
         pytest.param("import pale; from timm import models", id="part of timm"),
+        pytest.param(
+            "import pale, importlib.util\nfor _ in range(2): importlib.util.find_spec('timm')\nimport timm",
+            id="timm looked for first",
+        ),
         pytest.param("import pale.exporting, pale.view", id="submodules"),
     ],
 )

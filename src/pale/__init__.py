@@ -10,6 +10,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
+import threading
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
@@ -64,20 +65,32 @@ def __dir__() -> list[str]:
 
 
 class _TimmImport(importlib.abc.MetaPathFinder):
-    """Registers the models with timm when timm is imported after this package."""
+    """Registers the models with timm when timm is imported after this package.
+
+    It stays in place until then: others ask for the spec without importing timm, such as transformers, which looks
+    whether timm is installed.
+    """
+
+    def __init__(self) -> None:
+        self._searching = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return timm's own spec, with a loader that also imports the models of this package."""
-        if fullname != "timm":
+        if fullname != "timm" or getattr(self._searching, "now", False):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._searching.now = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching.now = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 execute(module)
                 importlib.import_module(".model.pale_transformer", __name__)
 

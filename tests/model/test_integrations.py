@@ -130,6 +130,26 @@ class TestTransformers:
             for c, r in zip(CHANNELS, (4, 8, 16, 32), strict=True)
         ]
 
+    @pytest.mark.parametrize("way", ["AutoBackbone", "TimmBackbone"])
+    def test_a_backbone_takes_the_weights_of_an_exported_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    ) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        export(Path("classify_pets"), tmp_path / "pets")
+        name, indices = f"local-dir:{tmp_path / 'pets'}", [0, 1, 2, 3]
+        if way == "AutoBackbone":
+            config = self.transformers.TimmBackboneConfig(backbone=name, out_indices=indices)
+            backbone = self.transformers.AutoBackbone.from_config(config, pretrained=True)
+        else:
+            backbone = self.transformers.TimmBackbone.from_pretrained(name, out_indices=indices)
+        wanted = pale.Predictor("classify_pets", device="cpu").loaded.model
+        x = torch.randn(1, 3, 64, 96)
+        with torch.no_grad():
+            maps = backbone.eval()(x).feature_maps
+            expected = wanted.forward_intermediates(x, intermediates_only=True)
+        for found, want in zip(maps, expected, strict=True):
+            torch.testing.assert_close(found, want)
+
     def test_upernet_trains_and_survives_saving(self, tmp_path: Path) -> None:
         config = self.transformers.UperNetConfig(
             backbone_config=self.backbone_config(),
