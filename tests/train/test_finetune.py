@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from support.recipes import CLASSIFICATION, DETECTION, SEGMENTATION, SMALL
 
 import pale.core.memory
 from pale.cli.main import main
+from pale.data.checks.settings import CheckSettings
 from pale.data.sources.holding import split_by_name
 from pale.data.sources.images import balance_classes, hold_out, read_folder
 from pale.errors import DataError, MemoryShortageError
@@ -18,6 +20,7 @@ from pale.recipes import get
 from pale.recipes.files import recipe_to_yaml
 from pale.tasks.freezing import freeze_parameters
 from pale.tasks.layouts import recognise
+from pale.tools.check_data import check_data
 from pale.train import preflight
 from pale.train.distributed import World
 from pale.train.finetuning import plan_finetuning
@@ -126,6 +129,25 @@ def test_masks_and_annotations_are_recognised_without_splits(tmp_path):
     for i in range(5):
         Image.new("RGB", (32, 32)).save(objects / "images" / f"{i}.jpg")
     (objects / "labels.json").write_text(json.dumps(content))
+    # `pale data check` recognises both: it must not take images and masks for classes.
+    found, _ = check_data(CheckSettings(masks, workers=1))
+    assert found.classes == ["background", "thing"]
+    found, _ = check_data(CheckSettings(objects, workers=1))
+    assert found.classes == ["thing"]
+    assert found.splits["train"]["objects"] == 5
+
+    official = tmp_path / "coco"
+    for split in ("train2017", "val2017"):
+        shutil.copytree(objects / "images", official / split)
+        (official / "annotations").mkdir(exist_ok=True)
+        path = official / "annotations" / f"instances_{split}.json"
+        path.write_text(json.dumps(content))
+    found = recognise(official, {})
+    assert (found.settings["data.train"], found.settings["data.val"]) == ("train2017", "val2017")
+    assert found.settings["data.images"] == "{split}"
+    found, _ = check_data(CheckSettings(official, workers=1))
+    assert list(found.splits) == ["train2017", "val2017"]
+
     found = recognise(objects, {})
     assert found.kind == "detection"
     assert found.settings["data.images"] == "images"

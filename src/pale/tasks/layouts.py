@@ -23,6 +23,7 @@ MAX_CLASSES = 64  # that are read from the values of masks
 CLASS_LISTS = ("classes.txt", "labels.txt")
 PATTERNS = ("annotations/instances_{split}.json", "annotations/{split}.json", "{split}.json")
 SPLITS = ("train", "val")
+COCO_SPLITS = ("train2017", "val2017")
 
 
 @dataclass
@@ -139,16 +140,18 @@ def _mask_classes(folder: Path) -> list[str]:
 
 def _annotations(root: Path) -> Layout | None:
     """Return the layout of annotation files in COCO format: one for each split, or a single one."""
-    for pattern in PATTERNS:
-        if all((root / pattern.replace("{split}", split)).is_file() for split in SPLITS):
+    for train, val in (SPLITS, COCO_SPLITS):
+        for pattern in PATTERNS:
+            if not all((root / pattern.replace("{split}", x)).is_file() for x in (train, val)):
+                continue
             folders = [
                 name
                 for name in ("images/{split}", "{split}")
-                if (root / name.replace("{split}", "train")).is_dir()
+                if (root / name.replace("{split}", train)).is_dir()
             ]
             images = folders[0] if folders else "images" if (root / "images").is_dir() else "."
-            path = root / pattern.replace("{split}", "train")
-            settings: dict[str, Any] = {"data.train": "train", "data.val": "val"}
+            path = root / pattern.replace("{split}", train)
+            settings: dict[str, Any] = {"data.train": train, "data.val": val}
             return _objects(path, settings | {"data.annotations": pattern, "data.images": images})
     return _single_annotation(root)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .. import recipes
@@ -17,6 +18,7 @@ from ..data.checks.tables import describe_folders, describe_masks, describe_obje
 from ..data.loader import usable_cores
 from ..data.sources.label_formats import LabelFormat, read_labels
 from ..errors import SettingsError
+from ..tasks.layouts import recognise
 from ..tasks.segmentation.data import MaskData
 
 MASK_RECIPE = "small_masks.upernet_pale_t"  # recipe whose data settings apply if none is named
@@ -31,6 +33,7 @@ def check_data(
     settings: CheckSettings, track: Track = no_progress
 ) -> tuple[CheckReport, Iterable[str | Table]]:
     """Check a dataset; return the report, and its counts as lines and tables."""
+    settings = recognised(settings)
     root, splits, workers = settings.root, settings.splits, settings.workers
     if settings.annotations:
         images = settings.images or "{split}"
@@ -51,6 +54,28 @@ def check_data(
         return masks, describe_masks(masks)
     folders = check_images(root, tuple(splits), workers, track)
     return folders, describe_folders(folders)
+
+
+def recognised(settings: CheckSettings) -> CheckSettings:
+    """Return the settings with those of masks or annotations that `pale train finetune` finds in the folder.
+
+    What the user gave decides; without it, folders of images and masks would be taken for classes.
+    """
+    chosen = settings.annotations or settings.kind or settings.has_masks or settings.sheet
+    if chosen or settings.splits is not SPLITS or not settings.root.is_dir():
+        return settings
+    found = recognise(settings.root, {})
+    given = {name.removeprefix("data."): v for name, v in found.settings.items()}
+    if found.kind == "segmentation":
+        names = ("images", "masks", "classes", "hold_out")
+    elif found.kind == "detection":
+        names = ("images", "annotations", "kind")
+    else:
+        return settings
+    changes = {name: given[name] for name in names if name in given}
+    if {"train", "val"} <= given.keys():
+        changes["splits"] = [given["train"], given["val"]]
+    return replace(settings, **changes)
 
 
 def check_mask_data(
