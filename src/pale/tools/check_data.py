@@ -66,11 +66,10 @@ def recognised(settings: CheckSettings) -> CheckSettings:
         return settings
     found = recognise(settings.root, {})
     given = {name.removeprefix("data."): v for name, v in found.settings.items()}
-    if found.kind == "segmentation":
-        names = ("images", "masks", "classes", "hold_out")
-    elif found.kind == "detection":
+    names: tuple[str, ...] = ("images", "masks", "classes", "hold_out")
+    if "masks" not in given:
         names = ("images", "annotations", "kind")
-    else:
+    if not {"masks", "annotations", "kind"} & given.keys():
         return settings
     changes = {name: given[name] for name in names if name in given}
     if {"train", "val"} <= given.keys():
