@@ -4,7 +4,7 @@
     python benchmarks/transfer.py run DATA OUT --models pale_nano=RUN pale_tiny=FILE swin_tiny_patch4_window7_224=RUN
     python benchmarks/transfer.py tables RESULTS [RESULTS ...] -o transfer.md --compare pale_tiny swin
 
-A model is [LABEL:]ARCHITECTURE[=WEIGHTS]; without weights it is only trained from scratch, and a label distinguishes
+A model is [LABEL:]ARCHITECTURE[=WEIGHTS]; without weights it is only trained from scratch, and labels distinguish
 models of one architecture. Steps of `run`, in this order: `trials` choose settings on held-out training images,
 `frozen` scores 20 nearest neighbours and a linear classifier on features of the backbone as it is (from scratch: with
 random weights), `finetune` trains from scratch and from the weights. transfer_plan.py has the recipes. OUT/results gets

@@ -70,23 +70,10 @@ class Probe(Reporting, name="probe"):
 
     def run(self) -> None:
         """Fit, score and print."""
-        from ..tools.features import probe_files
-        from ..tools.neighbours import score_files
+        from ..tools.probe_files import probe_files
 
-        lines: list[str] = []
-        scores = {}
-        if self.neighbours is not None:  # first, as it checks the files faster
-            nearest = score_files(self.train, self.val, self.neighbours)
-            scores["neighbours"] = vars(nearest)
-            lines.append(f"top-1 {nearest.val:.2f} % by {nearest.k} nearest neighbours")
-        found = probe_files(self.train, self.val, self.output, self.weights, self.recipe)
-        if self.output:
-            lines.append(f"{self.output} written")
-        self.report(
-            vars(found) | scores,
-            f"top-1 {found.val:.2f} % (fitted on {found.train:.2f} %), penalty {found.strength:g}",
-            lines,
-        )
+        given = (self.output, self.weights, self.recipe, self.neighbours)
+        self.report(*probe_files(self.train, self.val, *given))
 
 
 class MakeTokenLabels(Reporting, TokenLabelSettings, name="token-labels make", settings="data."):

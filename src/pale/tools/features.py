@@ -21,7 +21,7 @@ from ..core.progress import Track, no_progress
 from ..data.loader import ImageDataset, collate, iterate_batches
 from ..data.sources.images import ImageSource
 from ..data.transforms.images import eval_transform, normalise
-from ..errors import DataError, SettingsError, WeightsError
+from ..errors import DataError, WeightsError
 from ..recipes.stored import stored_recipe, without_start
 from ..tasks.building import build_for
 from ..tasks.square_pipeline import SquarePipeline
@@ -186,21 +186,6 @@ def fit_probe(train: Features, val: Features, seed: int = 0) -> tuple[Probe, nn.
         layer.weight.div_(std)
         layer.bias.sub_(layer.weight @ mean)
     return found, layer
-
-
-def probe_files(
-    train: Path, val: Path, output: Path | None, weights: Path | None, recipe: str | None
-) -> Probe:
-    """Fit and score a classifier on files of features; write its model if `output` and `weights` are given."""
-    if (output is None) != (weights is None):
-        raise SettingsError(
-            "-o FILE and --weights RUN must be given together; give both or neither"
-        )
-    features = Features.load(train)
-    found, layer = fit_probe(features, Features.load(val))
-    if output is not None and weights is not None:
-        save_probe(layer, features.classes, weights, recipe, output)
-    return found
 
 
 def save_probe(

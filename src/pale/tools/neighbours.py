@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -65,11 +64,6 @@ def score_neighbours(
         votes.scatter_add_(1, train.labels[neighbours], weights)
         correct += int((votes.argmax(1) == labels).sum())
     return NeighbourScore(100 * correct / len(val.labels), k, temperature)
-
-
-def score_files(train: Path, val: Path, k: int) -> NeighbourScore:
-    """Return the accuracy of nearest neighbours on files of features."""
-    return score_neighbours(Features.load(train), Features.load(val), k)
 
 
 def find_neighbours(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
