@@ -24,7 +24,9 @@ def probe_files(
     are scored too.
     """
     if (output is None) != (weights is None):
-        raise SettingsError("-o FILE and --weights RUN go together; give both or neither")
+        raise SettingsError(
+            "-o FILE and --weights RUN must be given together; give both or neither"
+        )
     features, held = Features.load(train), Features.load(val)
     plain: dict[str, Any] = {}
     lines = []
