@@ -1,7 +1,9 @@
 """The memory of a real server under the worst mixes that it admits, against the bound that it reports."""
 
 import asyncio
+import json
 import random
+import struct
 import sys
 import time
 from collections import Counter
@@ -94,3 +96,34 @@ def test_memory_stays_within_the_bound_for_a_mix_of_everything(server, bound):
     files = [large(kind, *MEDIUM) for kind in KINDS]
     requests = [(draw.choice(PATHS), draw.choice(files)) for _ in range(64)]
     assert peak_of(server, bound, "mix", requests) < TOLERATED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["JSON of many objects", "files with results as JSON"])
+def test_memory_stays_within_the_bound_for_the_inference_protocol(server, bound, kind):
+    if kind == "JSON of many objects":
+        body, headers = b'{"inputs": [{}], "x": [' + b"{}," * 6_500_000 + b"{}]}", {}
+    else:
+        image = large("png rgb", *MEDIUM)
+        data = struct.pack("<I", len(image)) + image
+        about = {"binary_data_size": len(data)}
+        tensor = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": about}
+        text = json.dumps({"inputs": [tensor]}).encode()
+        body, headers = text + data, {"Inference-Header-Content-Length": str(len(text))}
+
+    async def send(number: int, client: httpx.AsyncClient) -> int:
+        name = ("classify_pets", "segment_pets", "detect_pets")[number % 3]
+        path = f"/v2/models/{name}/infer"
+        return (await client.post(path, content=body, headers=headers)).status_code
+
+    async def together() -> set[int]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=400, trust_env=False) as client:
+            return set(await asyncio.gather(*(send(n, client) for n in range(6))))
+
+    time.sleep(SETTLE)
+    idle = server.rss()
+    server.forget_peak()
+    found = asyncio.run(together())
+    assert found <= {200, 400, 429}
+    assert found & {200, 400}
+    assert (server.peak() - idle) / bound < TOLERATED
