@@ -17,6 +17,8 @@ from support.datasets import (
     write_image_folders,
     write_masks,
 )
+from support.label_files import detection_on, segmentation_on, write_voc, write_yolo
+from support.mixtures import mixture_recipe, write_mixture, write_tag_shard
 from support.recipes import classification_recipe
 
 from pale.cli.main import main
@@ -24,6 +26,7 @@ from pale.data.sources import identity
 from pale.data.sources.class_list import ClassEntry, ClassList
 from pale.data.sources.images import ImageFiles, hold_out, read_folder, read_list
 from pale.data.sources.masks import MaskFiles
+from pale.data.sources.scenes import CLASSES as SHAPES
 from pale.data.sources.scenes import SceneImages, Scenes
 from pale.data.sources.shards import ShardFiles, write_shards
 from pale.recipes.schema import Recipe
@@ -73,6 +76,22 @@ def on_coco(root: Path) -> Recipe:
     return recipe_on_coco(write_coco(root))
 
 
+def on_mixture(root: Path) -> Recipe:
+    return mixture_recipe(write_mixture(root))
+
+
+def on_yolo(root: Path) -> Recipe:
+    return detection_on("yolo", write_yolo(root))
+
+
+def on_yolo_masks(root: Path) -> Recipe:
+    return segmentation_on("yolo", write_yolo(root))
+
+
+def on_voc(root: Path) -> Recipe:
+    return detection_on("voc", write_voc(root))
+
+
 def swap(path: Path, one: str, two: str) -> None:
     text = path.read_text().replace(one, "\0").replace(two, one).replace("\0", two)
     path.write_text(text)
@@ -109,6 +128,30 @@ def remove_from_json(root: Path) -> None:
 def remove_mask(root: Path) -> None:
     for what in ("images", "masks"):
         (root / what / "train/3.png").unlink()
+
+
+def rename_in_mixture(root: Path) -> None:
+    for split in ("train", "val"):
+        (root / "folder" / split / "dog").rename(root / "folder" / split / "wolf")
+
+
+def retag_in_mixture(root: Path) -> None:
+    tags = [["bee"], ["car"], ["dog"], *[["bee", "car"]] * 9]
+    write_tag_shard(root / "tags" / "train-000000.tar", tags)
+
+
+def remove_from_yolo(root: Path) -> None:
+    for path in ("images/train/3.png", "labels/train/3.txt"):
+        (root / path).unlink()
+
+
+def swap_in_label_map(root: Path) -> None:
+    swap(root / "labelmap.txt", f"{SHAPES[0]}:", f"{SHAPES[1]}:")
+
+
+def shorten_list_of_voc(root: Path) -> None:
+    path = root / "ImageSets/Main/train.txt"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
 def remove_and_repack(root: Path) -> None:
@@ -156,11 +199,22 @@ def contents(run: Path) -> dict[str, bytes]:
         (on_shards, remove_and_repack, SAMPLES),
         (on_masks, remove_mask, SAMPLES),
         (on_coco, remove_from_json, SAMPLES),
+        (on_mixture, rename_in_mixture, CLASSES),
+        (on_mixture, lambda root: (root / "folder/train/dog/1.png").unlink(), SAMPLES),
+        (on_mixture, retag_in_mixture, SAMPLES),
+        (on_yolo, lambda root: swap(root / "data.yaml", SHAPES[0], SHAPES[1]), CLASSES),
+        (on_yolo, remove_from_yolo, SAMPLES),
+        (on_yolo_masks, lambda root: swap(root / "data.yaml", SHAPES[0], SHAPES[1]), CLASSES),
+        (on_yolo_masks, remove_from_yolo, SAMPLES),
+        (on_voc, swap_in_label_map, CLASSES),
+        (on_voc, shorten_list_of_voc, SAMPLES),
     ],
     ids=[
         *("folder-classes", "list-classes", "shards-classes", "masks-classes", "masks-values"),
         *("coco-classes", "folder-fewer", "folder-renamed", "list-labels", "shards-fewer"),
-        *("masks-fewer", "coco-fewer"),
+        *("masks-fewer", "coco-fewer", "mixture-classes", "mixture-fewer", "mixture-tags"),
+        *("yolo-classes", "yolo-fewer", "yolo-masks-classes", "yolo-masks-fewer"),
+        *("voc-classes", "voc-fewer"),
     ],
 )
 def test_a_run_does_not_resume_with_other_data(tmp_path, capsys, make, change, message):
