@@ -121,11 +121,11 @@ def test_photos_in_unsupported_formats_are_listed_by_check_and_predict(capsys, t
     words = ["predict", str(root), "--weights", "classify_pets", "--device", "cpu"]
     out = tmp_path / "out"
     assert main([*words, "-o", str(out)]) == 1
-    output = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for name in ("phone.HEIC", "web.avif"):
-        assert f"{name}: cannot be read as an image (unknown format; supported are JPEG" in output
-    assert "12 of 14 images" in output.replace("\n", " ")
-    assert "notes" not in output
+        assert f"{name}: cannot be read as an image (unknown format; supported are JPEG" in printed
+    assert "12 of 14 images" in printed.replace("\n", " ")
+    assert "notes" not in printed
     names = [display_name(item.name) for item in local_items([root])]
     assert {"photos/red/phone.HEIC", "photos/red/web.avif"} <= {
         f"photos/{n.rpartition('photos/')[2]}" for n in names

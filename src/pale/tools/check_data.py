@@ -64,13 +64,13 @@ def recognised(settings: CheckSettings) -> CheckSettings:
     chosen = settings.annotations or settings.kind or settings.has_masks or settings.sheet
     if chosen or settings.splits is not SPLITS or not settings.root.is_dir():
         return settings
-    found = recognise(settings.root, {})
-    given = {name.removeprefix("data."): v for name, v in found.settings.items()}
-    names: tuple[str, ...] = ("images", "masks", "classes", "hold_out")
-    if "masks" not in given:
-        names = ("images", "annotations", "kind")
-    if not {"masks", "annotations", "kind"} & given.keys():
+    found = recognise(settings.root, {}).settings
+    given = {name.removeprefix("data."): value for name, value in found.items()}
+    if not {"masks", "annotations", "kind"} & given.keys():  # folders of classes
         return settings
+    names = ["images", "annotations", "kind"]
+    if "masks" in given:
+        names += ["masks", "classes", "hold_out"]
     changes = {name: given[name] for name in names if name in given}
     if {"train", "val"} <= given.keys():
         changes["splits"] = [given["train"], given["val"]]
