@@ -135,6 +135,19 @@ def test_bad_shards_are_named(packed, tree):
         write_shards(read_folder(tree / "val"), packed, "val", 10**6)
 
 
+@pytest.mark.parametrize("flag", [1, 32, 64], ids=["encrypted", "patched", "strongly encrypted"])
+def test_an_index_that_states_to_be_encrypted_or_patched_is_named(packed, flag):
+    file, entry = packed / "train.npz", b"PK\1\2"
+    content = bytearray(file.read_bytes())
+    at = content.find(entry)
+    while at >= 0:
+        content[at + 8 : at + 10] = flag.to_bytes(2, "little")
+        at = content.find(entry, at + 4)
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"train\.npz is damaged"):
+        ShardFiles(packed, "train")
+
+
 def test_an_image_without_class_and_a_broken_image_are_named(tmp_path):
     path = tmp_path / "train-000000.tar"
     (tmp_path / "a.jpg").write_text("x")

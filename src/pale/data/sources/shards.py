@@ -36,6 +36,8 @@ from .tar_files import tar_members
 
 T = TypeVar("T")
 Place = tuple[int, int, int, bytes]  # shard, offset, size and key of an image
+# Of a damaged archive; RuntimeError: of an encrypted one, or a header of nested brackets.
+ARCHIVE_ERRORS = (MemoryError, BadZipFile, RuntimeError)
 MAX_CLASS_BYTES = 32  # size of a .cls file, which contains a number
 
 
@@ -256,7 +258,7 @@ def read_index(file: Path) -> ShardIndex:
     try:
         index = _load_arrays(file)
         _require_valid_index(index)
-    except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, BadZipFile) as error:
+    except (OSError, ValueError, TypeError, KeyError, EOFError, *ARCHIVE_ERRORS) as error:
         raise ValueError(
             f"{file} is damaged ({error}); delete it: the index is then built from the shards"
         ) from None
