@@ -4,6 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from pale.cli.main import main as pale
 
@@ -18,6 +19,11 @@ def load(name):
 @pytest.mark.parametrize("name", SHORT)
 def test_an_example_is_at_most_60_lines(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
+
+
+def test_the_photo_is_a_link_to_the_one_of_the_package():
+    with Image.open(EXAMPLES / "cat.jpg") as image:
+        assert image.size == (451, 300)
 
 
 def test_the_examples_are_listed():
