@@ -198,7 +198,8 @@ def report(args: argparse.Namespace, found: dict) -> str:
         f"{torch.get_num_threads()} threads; {args.images:,} JPEG files of 160x120, pale_nano at "
         f"{args.size} px, batch 16. Load average when it started: {found['load'][0]:.1f}, when it ended: "
         f"{found['load'][1]:.1f}.",
-        f"`python benchmarks/bulk.py DIR --images {args.images} --size {args.size}`",
+        f"`python benchmarks/bulk.py DIR --images {args.images} --size {args.size} --slice {args.slice} "
+        f"--rounds {args.rounds}`",
         "",
         f"| one command, {whole['predicted']:,} of {args.images:,} files in {whole['seconds'] / 60:.1f} min | |",
         "| --- | --- |",

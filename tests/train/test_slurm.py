@@ -1,5 +1,6 @@
-"""deploy/train.sbatch under a real SLURM on this machine: SIGTERM saves, and the same submission resumes."""
+"""A real SLURM on this machine: deploy/train.sbatch saves on SIGTERM and resumes; a job array predicts in shards."""
 
+import json
 import os
 import shutil
 import socket
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
+from support.weights import pixels, weights
 
 from pale.train.log import read
 
@@ -104,6 +107,13 @@ def wait_for(condition, output: Path, seconds: float = 240) -> None:
         time.sleep(0.5)
 
 
+def has_left(env: dict[str, str], job: str) -> bool:
+    """Return whether a job is no longer in the queue."""
+    words = ["squeue", "-h", "-j", job]
+    found = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    return not found.stdout.strip()
+
+
 @pytest.mark.slow
 def test_a_job_saves_on_sigterm_and_the_same_submission_resumes(slurm, tmp_path):
     run, output = tmp_path / "run", tmp_path / "run.out"
@@ -111,20 +121,51 @@ def test_a_job_saves_on_sigterm_and_the_same_submission_resumes(slurm, tmp_path)
     def steps() -> list[int]:
         return [e["step"] for e in read(run / "log.jsonl") if e["event"] == "step"]
 
-    def gone(job: str) -> bool:
-        words = ["squeue", "-h", "-j", job]
-        found = subprocess.run(words, env=slurm, capture_output=True, text=True, timeout=60)
-        return not found.stdout.strip()
-
     job = submit(slurm, run, 500)
     wait_for(lambda: len(steps()) > 3, output)
     subprocess.run(["scancel", "--signal=TERM", job], env=slurm, check=True, timeout=60)
-    wait_for(lambda: gone(job), output)
+    wait_for(lambda: has_left(slurm, job), output)
     last = read(run / "log.jsonl")[-1]
     assert (last["event"], last["signal"]) == ("stop", 15)
     job = submit(slurm, run, 500)
     wait_for(lambda: max(steps()) > last["step"] + 3, output)
     subprocess.run(["scancel", "--signal=TERM", job], env=slurm, check=True, timeout=60)
-    wait_for(lambda: gone(job), output)
+    wait_for(lambda: has_left(slurm, job), output)
     starts = [e["step"] for e in read(run / "log.jsonl") if e["event"] == "start"]
     assert starts == [0, last["step"]]
+
+
+@pytest.mark.slow
+def test_a_job_array_predicts_every_image_once(slurm, tmp_path):
+    """The command of docs/predict.md: `--array` and `--shard $SLURM_ARRAY_TASK_ID/N`, then `--merge`."""
+    photos, out = tmp_path / "photos", tmp_path / "out"
+    photos.mkdir()
+    for i in range(12):
+        Image.fromarray(pixels(20 + i, 30)).save(photos / f"{i}.png")
+    (photos / "bad.png").write_bytes(b"no image")
+    file = weights(tmp_path)["classification"]
+    predict = f"{sys.executable} -m pale predict"
+    line = (
+        f"{predict} {photos} --weights {file} --device cpu --shard $SLURM_ARRAY_TASK_ID/2 -o {out}"
+    )
+    words = [
+        "sbatch",
+        "--parsable",
+        "--array=0-1",
+        "-o",
+        str(tmp_path / "array-%a.out"),
+        "--wrap",
+        line,
+    ]
+    done = subprocess.run(
+        words, env=slurm, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path
+    )
+    wait_for(lambda: has_left(slurm, done.stdout.strip()), tmp_path / "array-0.out")
+    subprocess.run([*predict.split(), "--merge", str(out)], env=slurm, timeout=120)
+    lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    assert sorted(line["picture"] for line in lines) == sorted(f"{i}.png" for i in range(12))
+    assert "bad.png" in (out / "failures.jsonl").read_text()
+    assert sorted(path.name for path in (out / "parts").iterdir()) == [
+        "0000-of-0002",
+        "0001-of-0002",
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import struct
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import IO, Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from ..data.reading import (
 )
 
 
-@runtime_checkable
 class LazyImage(Protocol):
     """An image that is read when it is needed, such as one of an archive or an object store."""
 
@@ -33,6 +32,12 @@ class LazyImage(Protocol):
 
     def load(self) -> str | os.PathLike[str] | bytes:
         """Return its path or its content; thread-safe."""
+
+
+def is_lazy(image: object) -> TypeGuard[LazyImage]:
+    """Return whether an image must be loaded first."""
+    # `isinstance` of a protocol does the same in 10 microseconds, a hundredth of a small image.
+    return hasattr(image, "load") and hasattr(image, "name")
 
 
 ImageLike = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any] | Tensor
@@ -131,6 +136,6 @@ def name_of(image: ImageLike | LazyImage, number: int = 0) -> str:
     """Return the name of an image in results: its path as valid Unicode, or its number."""
     if isinstance(image, str | os.PathLike):
         return display_name(image)
-    if isinstance(image, LazyImage):
+    if is_lazy(image):
         return image.name
     return f"image {number}"

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -24,7 +24,7 @@ from ..tasks.pipeline import Options
 from ..tasks.prediction import Prediction
 from ..weights import zoo
 from .bundle import ModelBundle, load
-from .images import ImageLike, LazyImage, as_image, name_of, pixel_count
+from .images import ImageLike, LazyImage, as_image, is_lazy, name_of, pixel_count
 from .memory import prediction_shortage
 
 READERS = 2  # threads that decode images in advance
@@ -191,7 +191,7 @@ class Predictor:
 
     def _open(self, image: ImageLike | LazyImage, name: str) -> Read | tuple[ImageLike, int]:
         """Read a small image; return a larger one, which must wait for memory, with its number of pixels."""
-        loaded = image.load() if isinstance(image, LazyImage) else image
+        loaded = image.load() if is_lazy(image) else cast(ImageLike, image)
         if isinstance(loaded, str | os.PathLike):
             with suppress(OSError):  # if a file cannot be read, `_read` returns the reason
                 loaded = read_bytes(loaded, SMALL_FILE)
