@@ -2,9 +2,10 @@
 
     python benchmarks/cluster_model.py -o benchmarks/results/cluster_model.md
 
-Measured inputs come from files in benchmarks/results: the step on one H200 as a CUDA graph (h200.json), the work of a
-loader process (reading_h200.json), the wait for a checkpoint (saving_cpu.json). The bandwidth and latency of the
-network are assumptions, listed in the table. Nothing here has been run on more than one GPU.
+Measured inputs come from files in benchmarks/results: the training step on one H200 as a CUDA graph, what decoding on
+the GPU adds to it and the work of a loader process (reading_h200.json), the wait for a checkpoint (saving_cpu.json).
+The bandwidth and latency of the network are assumptions, listed in the table. Nothing here has been run on more than
+one GPU.
 """
 
 import argparse
@@ -31,15 +32,17 @@ class Inputs:
     """Measured values.
 
     Attributes:
-        image_s: seconds of forward and backward pass for each image, on one GPU.
+        image_s: seconds of a step for each image that is in the memory of the GPU, on one GPU.
+        decode_s: seconds that decoding on the GPU adds to that.
         gradient: bytes of all gradients.
-        decode_s: seconds of a core for each image if the GPU decodes JPEG files.
+        worker_s: seconds of a core for each image if the GPU decodes JPEG files.
         checkpoint_s: seconds for which training waits for a checkpoint.
     """
 
     image_s: float
-    gradient: int
     decode_s: float
+    gradient: int
+    worker_s: float
     checkpoint_s: float
 
 
@@ -48,34 +51,34 @@ class Step:
     """Seconds of the parts of a step."""
 
     compute: float
+    decode: float
     exchange: float
     loader: float
     checkpoint: float
 
     @property
     def total(self) -> float:
-        """The loader works during compute and exchange; as one graph, the exchange starts after the backward pass."""
-        return max(self.compute + self.exchange, self.loader) * (1 + self.checkpoint / SAVE_EVERY)
+        """The loader works during the rest; as one graph, the exchange starts after the backward pass."""
+        rest = self.compute + self.decode + self.exchange
+        return max(rest, self.loader) * (1 + self.checkpoint / SAVE_EVERY)
 
     @property
     def limit(self) -> str:
         """The part that takes longest."""
-        parts = {"compute": self.compute, "exchange": self.exchange, "loader": self.loader}
+        parts = {name: getattr(self, name) for name in ("compute", "decode", "exchange", "loader")}
         return max(parts, key=lambda name: parts[name])
 
 
 def read_inputs() -> Inputs:
     """Return the inputs from the results of other benchmarks."""
-    rows = json.loads((RESULTS / "h200.json").read_text())["training"]["rows"]
-    step = next(r for r in rows if (r["model"], r["mode"]) == ("pale_tiny", "graphs"))
     rows = json.loads((RESULTS / "reading_h200.json").read_text())["rows"]
-    decoding = next(r for r in rows if r["model"] == "decoding")["loader"]
+    ways = {row["model"]: row for row in rows}
+    memory, decoding = (1 / ways[way]["images_per_s"] for way in ("in memory", "decoding"))
     rows = json.loads((RESULTS / "saving_cpu.json").read_text())["rows"]
     saving = next(r for r in rows if r["background"] and not r["fsync_delay_s"])
     parameters = sum(p.numel() for p in pale.create_model("pale_tiny").parameters())
-    return Inputs(
-        1 / step["images_per_s"], 4 * parameters, decoding["worker_ms"] / 1e3, saving["wait_s"]
-    )
+    worker = ways["decoding"]["loader"]["worker_ms"] / 1e3
+    return Inputs(memory, decoding - memory, 4 * parameters, worker, saving["wait_s"])
 
 
 def model_step(inputs: Inputs, gpus: int, images: float, network: float) -> Step:
@@ -88,27 +91,28 @@ def model_step(inputs: Inputs, gpus: int, images: float, network: float) -> Step
     inside = 2 * (local - 1) / local * inputs.gradient / NVLINK
     between = 2 * (machines - 1) / machines * inputs.gradient / PER_MACHINE / network
     exchange = inside + between + 2 * (machines - 1) * LATENCY
-    loader = images * inputs.decode_s / CORES
-    return Step(images * inputs.image_s, exchange, loader, inputs.checkpoint_s)
+    loader = images * inputs.worker_s / CORES
+    decode = images * inputs.decode_s
+    return Step(images * inputs.image_s, decode, exchange, loader, inputs.checkpoint_s)
 
 
 def table(inputs: Inputs, images_of: dict[int, float]) -> list[str]:
     """Return rows of a Markdown table for numbers of GPUs and images per GPU."""
     names = [f"{name}: images/s, efficiency, limit" for name in NETWORKS]
-    lines = ["| GPUs | images per GPU | compute | loader | " + " | ".join(names) + " |"]
-    lines.append("| " + "--- | " * (4 + len(names)))
+    lines = ["| GPUs | images per GPU | compute | decode | loader | " + " | ".join(names) + " |"]
+    lines.append("| " + "--- | " * (5 + len(names)))
     for gpus, images in images_of.items():
         cells = []
         for network in NETWORKS.values():
             step = model_step(inputs, gpus, images, network)
             rate = gpus * images / step.total
-            share = rate * inputs.image_s / gpus
+            share = rate * (inputs.image_s + inputs.decode_s) / gpus
             cells.append(
                 f"{rate:,.0f}, {share:.0%}, {step.limit} (exchange {1e3 * step.exchange:.1f} ms)"
             )
-        first = (
-            f"| {gpus} | {images:g} | {1e3 * step.compute:.1f} ms | {1e3 * step.loader:.1f} ms | "
-        )
+        first = f"| {gpus} | {images:g} | "
+        for part in (step.compute, step.decode, step.loader):
+            first += f"{1e3 * part:.1f} ms | "
         lines.append(first + " | ".join(cells) + " |")
     return lines
 
@@ -124,12 +128,17 @@ def main() -> None:
     counts = (1, 8, 16, 32, 64, 128, 256)
     rows = [
         (
-            "forward and backward pass",
+            "training step",
             f"{1e3 * inputs.image_s:.3f} ms per image",
-            "h200.json, batch 256; proportional",
+            "reading_h200.json, batch 256 in memory; proportional",
+        ),
+        (
+            "decoding on the GPU",
+            f"{1e3 * inputs.decode_s:.3f} ms per image",
+            "reading_h200.json, the difference",
         ),
         ("gradients", f"{inputs.gradient / 1e6:.0f} MB in float32", "counted"),
-        ("loader", f"{1e3 * inputs.decode_s:.2f} ms of a core per image", "reading_h200.json"),
+        ("loader", f"{1e3 * inputs.worker_s:.2f} ms of a core per image", "reading_h200.json"),
         ("cores", f"{CORES} per GPU", "assumed"),
         (
             "checkpoint",
@@ -144,7 +153,8 @@ def main() -> None:
         "# Model of a training step on many GPUs",
         "",
         "Pale-T at 224 px, H200, CUDA graph, JPEG files decoded by the GPU. A model, not a measurement: nothing here",
-        "has been run on more than one GPU.",
+        "has been run on more than one GPU. Efficiency is relative to one GPU without waiting for anything. The loader",
+        "works during the other parts; the limit is the longest part.",
         "",
         "| input | value | source |",
         "| --- | --- | --- |",

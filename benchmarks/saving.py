@@ -14,13 +14,14 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 import pale
 from pale.train import checkpoint
 from pale.train.background import BackgroundWriter, copy_to_cpu
-from pale.train.distributed import join
+from pale.train.distributed import World
 from pale.train.environment import environment
 
 
@@ -79,6 +80,9 @@ def main() -> None:
     )
     parser.add_argument("--saves", type=int, default=7)
     parser.add_argument(
+        "--seconds", type=float, default=3.0, help="of computation between two checkpoints"
+    )
+    parser.add_argument(
         "--delay", type=float, default=1.0, help="seconds of each fsync in the second pair of rows"
     )
     options = parser.parse_args()
@@ -93,20 +97,22 @@ def main() -> None:
                 time.sleep(delay)
                 sync(descriptor)
 
-            os.fsync = slow
             for background in (False, True):
                 folder = Path(name) / f"{background}{delay}"
-                found = measure(folder, background, options.saves, 3 + 8 * delay, state)
+                work = options.seconds + 8 * delay
+                with mock.patch("os.fsync", slow):
+                    found = measure(folder, background, options.saves, work, state)
                 rows.append({"fsync_delay_s": delay} | found)
-    about = environment(join("cpu"))
+    about = environment(World(torch.device("cpu")))
     options.output.with_suffix(".json").write_text(
-        json.dumps({"about": about, "rows": rows}, indent=1)
+        json.dumps({"about": about, "rows": rows}, indent=1) + "\n"
     )
     lines = [
         "# Waiting for checkpoints",
         "",
         f"Pale-T with AdamW and a moving average, {size / 1e6:.0f} MB; medians of {options.saves} checkpoints. "
-        f"{about['device']}, {about['threads']} threads, torch {about['torch']}, commit {about['commit']}.",
+        f"{about['device']}, {about['threads']} threads, torch {about['torch']}, commit {about['commit'][:7]}; "
+        f"load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores.",
         "",
         "| delay of each fsync | written | training waits | longest wait | writing takes |",
         "| --- | --- | --- | --- | --- |",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -140,3 +142,54 @@ def test_the_page_of_whole_models_has_the_ceilings_of_its_file() -> None:
     )
     assert f"matrix product {min(matrix):.0f} to {max(matrix):.0f} TFLOP/s" in page
     assert f"copy {min(copy):.2f} to {max(copy):.2f} TB/s" in page
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_wait_for_checkpoints_is_shorter_in_the_background(tmp_path, monkeypatch) -> None:
+    saving = load_script("saving")
+    weights = {"w": torch.zeros(1000)}
+    monkeypatch.setattr(saving, "make_state", lambda: ({"model": weights, "ema": weights}, {}))
+    words = ["saving", "-o", str(tmp_path / "out"), "--saves", "2", "--seconds", "0.1"]
+    monkeypatch.setattr(sys, "argv", [*words, "--delay", "0.15", "--folder", str(tmp_path)])
+    before = os.fsync
+    saving.main()
+    assert os.fsync is before
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    _, _, at_once, background = rows
+    assert (
+        at_once["wait_s"] > 3 * 0.15
+    )  # three files and the folder at least, each synced with the delay
+    assert background["wait_s"] < at_once["wait_s"] / 3
+    assert "in the background" in (tmp_path / "out.md").read_text()
+
+
+def test_the_model_of_a_step_agrees_with_the_measured_run_on_one_gpu() -> None:
+    model = load_script("cluster_model")
+    rows = json.loads((FOLDER / "results/reading_h200.json").read_text())["rows"]
+    measured = next(row["images_per_s"] for row in rows if row["model"] == "decoding")
+    inputs = model.read_inputs()
+    step = model.model_step(inputs, 1, 256, 1e9)
+    assert step.exchange == 0
+    assert 256 / step.total == pytest.approx(measured, rel=0.01)
+    # By hand: a ring of two machines moves the gradients once, an eighth of them through each GPU.
+    two = model.model_step(inputs, 16, 256, 1e9)
+    inside = 2 * 7 / 8 * inputs.gradient / model.NVLINK
+    assert two.exchange == pytest.approx(inside + inputs.gradient / 8 / 1e9 + 2 * model.LATENCY)
+    assert two.limit == "compute"
+    assert model.model_step(inputs, 256, 1, 1e9).limit == "exchange"
+
+
+def test_the_page_of_the_model_is_what_the_program_writes(tmp_path, monkeypatch, capsys) -> None:
+    model = load_script("cluster_model")
+    monkeypatch.setattr(sys, "argv", ["cluster_model", "-o", str(tmp_path / "out.md")])
+    model.main()
+    assert (tmp_path / "out.md").read_text() == (FOLDER / "results/cluster_model.md").read_text()
