@@ -185,7 +185,7 @@ class TestCoreMl:
     def test_a_file_of_pale_export_is_converted(
         self, task: str, exported, project, tmp_path
     ) -> None:
-        """`examples/other_runtimes.py`: a `.pt2` of `pale export --fixed`; input, output and every weight"""
+        """`examples/other_runtimes.py`: a `.pt2` of `pale export --fixed`; input, output and size of the weights"""
         coremltools = pytest.importorskip("coremltools", reason="coremltools is not installed")
         file, target = exported(task, ".pt2", True), tmp_path / "model.mlpackage"
         assert convert(project, file, "-o", target) is None  # not run: this is no macOS
