@@ -11,7 +11,8 @@ from support.label_files import voc_object, voc_xml
 from pale.core.plain_yaml import MAX_VALUES, load_yaml
 from pale.data.reading import UnreadableImageError
 from pale.data.sources import label_files, voc
-from pale.data.sources.label_files import MAX_OBJECTS, read_labels
+from pale.data.sources.label_files import MAX_OBJECTS
+from pale.data.sources.label_formats import read_labels
 from pale.data.sources.xml_files import MAX_ELEMENTS, read_xml
 from pale.data.sources.yolo import YoloMasks
 from pale.errors import DataError
