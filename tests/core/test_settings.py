@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from pydantic import Field
 
@@ -86,3 +88,10 @@ def test_a_value_may_be_in_a_file(tmp_path):
     path.write_bytes(b" " * (MAX_FILE + 1))
     with pytest.raises(ValueError, match="has more than 524288 bytes"):
         read_value(f"@{path}")
+
+
+@pytest.mark.timeout(20)
+def test_a_value_is_not_read_from_a_fifo(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ValueError, match="is not a regular file"):
+        read_value(f"@{tmp_path}/pipe.yaml")

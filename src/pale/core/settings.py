@@ -108,6 +108,8 @@ def read_value(text: str) -> Any:
 
 
 def _read_value_file(path: Path) -> Any:
+    if path.exists() and not path.is_file():  # reading a FIFO would wait
+        raise ValueError(f"@{path} is not a regular file; give a YAML file with the value")
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE + 1)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pale.cli.main import main
 from pale.data.decoding import read_image
 from pale.data.reading import UnreadableImageError
 from pale.data.sources.images import hold_out, read_folder, read_list
@@ -180,3 +181,16 @@ def test_hold_out_is_a_disjoint_share_of_each_class(tree):
     assert hold_out(data, 0.2, seed=1)[1].indices == held.indices
     with pytest.raises(ValueError, match="leaves one side empty"):
         hold_out(data, 0.01, seed=1)
+
+
+def test_links_that_lead_to_themselves_do_not_stop_a_dataset(tmp_path, capsys):
+    for name in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / name).mkdir(parents=True)
+        Image.new("RGB", (40, 40)).save(tmp_path / name / "0.png")
+    for name in ("loop", "train/loop.png", "train/a/loop"):
+        (tmp_path / name).symlink_to(Path(name).name)
+    assert read_folder(tmp_path / "train").classes == ["a", "b"]
+    main(["data", "check", str(tmp_path), "--workers", "1"])
+    captured = capsys.readouterr()
+    assert "Too many levels" not in captured.err
+    assert "train" in captured.out

@@ -22,7 +22,7 @@ from ..decoding import read_image
 from ..reading import SUFFIXES, UNSUPPORTED_SUFFIXES, UnreadableImageError, display_name
 from ..sources.class_list import row_strips
 from ..sources.images import ImageSource, read_list
-from ..sources.paths import is_image_file
+from ..sources.paths import folder_names, is_image_file
 from ..sources.shards import ShardFiles
 from .report import SAME_IMAGE_ADVICE, ImageReport, Problem
 
@@ -201,12 +201,8 @@ def _walk_splits(root: Path, splits: tuple[str, ...]) -> Iterator[DatasetFile]:
                 yield DatasetFile(split, label, str(Path(split) / inside / name), kind)
 
 
-def _folders(root: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-
-
 def _class_names(root: Path) -> list[str]:
-    return [display_name(name) for name in _folders(root)]
+    return [display_name(name) for name in folder_names(root)]
 
 
 def _examine_all(
@@ -333,7 +329,7 @@ def _readers(root: Path, split: str) -> dict[str, list[Reader]]:
             for file in sorted((root / split / label).rglob("*"))
             if is_image_file(file)
         ]
-        for label in _folders(root / split)
+        for label in folder_names(root / split)
     }
 
 

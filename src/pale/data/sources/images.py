@@ -24,7 +24,7 @@ from ..reading import (
     shorten_list,
 )
 from .holding import HoldOutBy, split_by_name
-from .paths import walk_files
+from .paths import folder_names, walk_files
 
 MAX_REPEATS = 20  # maximum number of repetitions of an image in an epoch with balanced sampling
 
@@ -109,8 +109,7 @@ def read_folder(root: Path, classes: Sequence[str] | None = None) -> ImageFiles:
     layout = f"expected are {root}/<class>/<image>, one folder per class"
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; {layout}")
-    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-    folders = [name for name in folders if not name.startswith(".")]
+    folders = [name for name in folder_names(root) if not name.startswith(".")]
     if not folders:
         raise ValueError(f"{root} contains no folders; {layout}")
     names = [display_name(name) for name in folders]

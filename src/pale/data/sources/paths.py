@@ -26,6 +26,11 @@ def is_image_file(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> bool:
     return path.suffix.lower() in suffixes and not path.is_dir()
 
 
+def folder_names(root: Path) -> list[str]:
+    """Return the sorted names of the folders in a folder; a link that leads to itself is none."""
+    return sorted(name for name in os.listdir(root) if os.path.isdir(os.path.join(root, name)))
+
+
 def walk_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
     """Yield the sorted paths, relative to `root`, of all files with these suffixes; hidden files are skipped."""
     for folder, _, names in sorted(os.walk(root)):
