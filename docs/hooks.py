@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 OUTSIDE = {
     "SECURITY.md": "security.md",
     "src/pale/ops/pale_attention/README.md": "attention_kernels.md",
+    "examples/other_runtimes.py": "examples/other_runtimes.py",
     "benchmarks/results/h200.md": "results/h200.md",
     "benchmarks/results/h200.json": "results/h200.json",
     "benchmarks/results/attention_op_h200.md": "results/attention_op_h200.md",
@@ -36,6 +37,9 @@ OUTSIDE = {
     "benchmarks/results/kills.md": "results/kills.md",
     "benchmarks/results/reading_h200.md": "results/reading_h200.md",
     "benchmarks/results/reading_h200.json": "results/reading_h200.json",
+    "benchmarks/results/cluster_model.md": "results/cluster_model.md",
+    "benchmarks/results/loader_plan_cpu.md": "results/loader_plan_cpu.md",
+    "benchmarks/results/saving_cpu.md": "results/saving_cpu.md",
     "benchmarks/results/segmentation_h200.md": "results/segmentation_h200.md",
     "benchmarks/results/segmentation_h200.json": "results/segmentation_h200.json",
     "benchmarks/results/segmentation_speed_h200.json": "results/segmentation_speed_h200.json",
