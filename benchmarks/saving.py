@@ -113,6 +113,7 @@ def main() -> None:
         f"Pale-T with AdamW and a moving average, {size / 1e6:.0f} MB; medians of {options.saves} checkpoints. "
         f"{about['device']}, {about['threads']} threads, torch {about['torch']}, commit {about['commit'][:7]}; "
         f"load average {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores.",
+        f"`python benchmarks/saving.py -o OUT --seconds {options.seconds:g} --saves {options.saves}`",
         "",
         "| delay of each fsync | written | training waits | longest wait | writing takes |",
         "| --- | --- | --- | --- | --- |",
