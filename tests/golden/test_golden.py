@@ -141,6 +141,18 @@ def compare(now: Any, then: Any, where: str) -> None:
         assert now["bits"] == then["bits"], f"{where}: equal within the tolerance, not bit by bit"
 
 
+# PyTorch before 2.15 draws other initial weights, so that no number of a new model is the same.
+DRAWN = [-0.022516796365380287, -0.023047203198075294, -0.005011571571230888]
+
+
+def draws_the_same_weights() -> bool:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn = torch.nn.init.trunc_normal_(torch.empty(40), std=0.02)
+    return drawn[:3].tolist() == pytest.approx(DRAWN)
+
+
+@pytest.mark.skipif(not draws_the_same_weights(), reason="PyTorch draws other initial weights")
 @pytest.mark.parametrize("name", collect.NUMBERS)
 def test_numbers_are_the_same(name):
     compare(collect.NUMBERS[name](), NUMBERS["numbers"][name], name)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,15 +129,18 @@ def _onnx(job: Job, path: Path, report: Say) -> Run:
     import onnx
 
     try:
-        made = torch.onnx.export(
-            program,
-            (),
-            input_names=["images"],
-            output_names=list(job.outputs),
-            dynamo=True,
-            opset_version=job.opset,
-            verbose=False,
-        )
+        with redirect_stdout(
+            sys.stderr
+        ):  # onnxscript 0.6 prints statistics, which would be part of --json
+            made = torch.onnx.export(
+                program,
+                (),
+                input_names=["images"],
+                output_names=list(job.outputs),
+                dynamo=True,
+                opset_version=job.opset,
+                verbose=False,
+            )
         assert made is not None
         made.model.metadata_props[NOTE] = json.dumps(job.about)
         proto = made.model_proto

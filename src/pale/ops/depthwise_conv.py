@@ -107,7 +107,8 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tens
 
 @torch.library.register_fake("pale::depthwise_conv_backward", lib=_library)
 def _(grad: Tensor, x: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(weight.shape[0] * bias)
+    grad_bias = x.new_empty(weight.shape[0] if bias else 0)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), grad_bias
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,18 @@ def _fixed(n: int) -> bool:
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return has_static_value(n)
+
+
+def larger(a: int, b: int) -> int:
+    """Return the larger of two sizes; torch 2.11 cannot trace `sym_max` of two plain numbers."""
+    plain = isinstance(a, int) and isinstance(b, int)
+    return max(a, b) if plain else cast("int", torch.sym_max(a, b))
+
+
+def smaller(a: int, b: int) -> int:
+    """Return the smaller of two sizes, as `larger`."""
+    plain = isinstance(a, int) and isinstance(b, int)
+    return min(a, b) if plain else cast("int", torch.sym_min(a, b))
 
 
 def every_size() -> AbstractContextManager[None]:

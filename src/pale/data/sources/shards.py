@@ -231,7 +231,10 @@ def _read_small(file: BinaryIO, member: tarfile.TarInfo, limit: int, content: st
 def save_index(folder: Path, split: str, index: ShardIndex) -> None:
     """Write `<split>.npz`, which contains only arrays and no pickles."""
     temporary = folder / f".{split}.npz"
-    np.savez(temporary, allow_pickle=False, **{k: np.array(v) for k, v in vars(index).items()})
+    arrays = {name: np.array(value) for name, value in vars(index).items()}
+    assert not any(array.dtype.hasobject for array in arrays.values())
+    # NumPy 1.26 would store an argument allow_pickle as an array.
+    np.savez(temporary, **arrays)  # type: ignore[arg-type]
     temporary.replace(folder / f"{split}.npz")
 
 

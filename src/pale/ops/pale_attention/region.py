@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ..sizes import ceil_div
+from ..sizes import ceil_div, larger
 
 Scope = Literal["parallel", "row", "column", "pale"]
 Grouping = Literal["interlaced", "contiguous"]
@@ -82,7 +82,7 @@ class Region:
         """Return the number of row groups and of column groups on an `h` x `w` map."""
         n_r, n_c = ceil_div(h, self.pale_size[0]), ceil_div(w, self.pale_size[1])
         if self.scope == "pale" and self.grouping == "interlaced":
-            n_r = n_c = cast("int", torch.sym_max(n_r, n_c))
+            n_r = n_c = larger(n_r, n_c)
         return n_r, n_c
 
     def groups(self, h: int, w: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:

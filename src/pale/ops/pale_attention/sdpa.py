@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..sizes import any_size, ceil_div, exporting, opaque_size
+from ..sizes import any_size, ceil_div, exporting, larger, opaque_size, smaller
 from .opaque import operator
 from .region import Region
 
@@ -126,16 +125,13 @@ def layout(h: int, w: int, region: Region) -> tuple[Groups, Groups]:
     """Return the row and column groups of an `h` x `w` map as they are executed."""
     n_r, n_c = region.counts(h, w)
     if region.scope == "pale":
-        n_r = n_c = opaque_size(cast("int", torch.sym_max(n_r, n_c)))
+        n_r = n_c = opaque_size(larger(n_r, n_c))
     else:
         n_r, n_c = opaque_size(n_r), opaque_size(n_c)
     if region.grouping == "interlaced":
         size_r, size_c = opaque_size(ceil_div(h, n_r)), opaque_size(ceil_div(w, n_c))
         return Groups(1, n_r, size_r, h, True), Groups(2, n_c, size_c, w, True)
-    s_r, s_c = (
-        opaque_size(cast("int", torch.sym_min(s, x)))
-        for s, x in zip(region.pale_size, (h, w), strict=True)
-    )
+    s_r, s_c = (opaque_size(smaller(s, x)) for s, x in zip(region.pale_size, (h, w), strict=True))
     return Groups(1, n_r, s_r, h, False), Groups(2, n_c, s_c, w, False)
 
 
