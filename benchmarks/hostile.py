@@ -242,6 +242,14 @@ def described(found: dict) -> str:
     )
 
 
+def without_work(words: list[str]) -> list[str]:
+    """Return a command line without the place of the generated files, which depends on the machine."""
+    if "--work" not in words:
+        return words
+    at = words.index("--work")
+    return words[:at] + words[at + 2 :]
+
+
 def recorded(part: Callable[[argparse.Namespace], dict]) -> Callable[[argparse.Namespace], dict]:
     """Add command, date, duration and versions to the result of a part."""
 
@@ -250,7 +258,7 @@ def recorded(part: Callable[[argparse.Namespace], dict]) -> Callable[[argparse.N
         with join() as world:
             about = {
                 "environment": environment(world),
-                "command": shlex.join(["python", *sys.argv]),
+                "command": shlex.join(["python", *without_work(sys.argv)]),
             }
         found = part(args)
         about |= {

@@ -35,6 +35,7 @@ OUTSIDE = {
     "benchmarks/results/small_data_h200.png": "results/small_data_h200.png",
     "benchmarks/results/house.md": "results/house.md",
     "benchmarks/results/kills.md": "results/kills.md",
+    "benchmarks/results/hostile.md": "results/hostile.md",
     "benchmarks/results/reading_h200.md": "results/reading_h200.md",
     "benchmarks/results/reading_h200.json": "results/reading_h200.json",
     "benchmarks/results/cluster_model.md": "results/cluster_model.md",
