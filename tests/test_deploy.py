@@ -96,7 +96,7 @@ def test_training_files_start_a_command_that_is_accepted(tmp_path, name, resumed
     for tool, text in (
         ("torchrun", 'printf "%s\\n" "$@"'),
         ("srun", 'exec "$@"'),
-        ("scontrol", "echo first; echo second"),
+        ("scontrol", "echo first; seq 100000"),  # more lines than a pipe holds
     ):
         (tools / tool).write_text(f"#!/bin/sh\n{text}\n")
         (tools / tool).chmod(0o755)
