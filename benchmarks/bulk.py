@@ -190,7 +190,8 @@ def compare(weights: Path, items: list[FileItem], folder: Path, slice_: int, rou
 def report(args: argparse.Namespace, found: dict) -> str:
     whole, slices, memory = found["command"], found["slices"], found["command"]["memory_mb"]
     tenth = max(1, len(memory) // 10)
-    tenths = [statistics.median(memory[i : i + tenth]) for i in range(0, tenth * 10, tenth)][:10]
+    parts = [memory[i : i + tenth] for i in range(0, tenth * 10, tenth)]
+    tenths = [statistics.median(part) for part in parts if part]  # a short run has fewer samples
     lines = [
         "# Bulk prediction on two CPU cores",
         "",
