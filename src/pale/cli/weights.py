@@ -105,12 +105,16 @@ class Pack(Reporting, name="weights pack"):
     source: Path = argument("run folder or .safetensors file", metavar="RUN")
     output: Path = option("file to write, such as small.safetensors", "-o", metavar="FILE")
     recipe: str | None = option(FOREIGN)
+    words: Path | None = option(
+        "list of names for classes that are WordNet ids (n01443537 goldfish); predictions show the names",
+        metavar="FILE",
+    )
 
     def run(self) -> None:
         """Write the file."""
         from ..tools.publish import pack
 
-        size = pack(self.source, self.output, self.recipe)
+        size = pack(self.source, self.output, self.recipe, words=self.words)
         digest = file_sha256(self.output)
         self.report(
             {"file": str(self.output), "bytes": size, "sha256": digest},

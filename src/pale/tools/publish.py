@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..data.sources.words import name_classes, read_words
 from ..errors import SettingsError
 from ..recipes.files import recipe_to_yaml
 from ..recipes.schema import Recipe
@@ -42,7 +43,13 @@ def without_paths(recipe: Recipe) -> Recipe:
     return recipe.override(changes)
 
 
-def pack(source: Path, output: Path, recipe: str | None = None, license: str | None = None) -> int:
+def pack(
+    source: Path,
+    output: Path,
+    recipe: str | None = None,
+    license: str | None = None,
+    words: Path | None = None,
+) -> int:
     """Write the weights of a run or a file in a quarter of the space; returns the bytes.
 
     Args:
@@ -50,6 +57,7 @@ def pack(source: Path, output: Path, recipe: str | None = None, license: str | N
         output: the file to write.
         recipe: for weights of another project: the name of the recipe that describes the model.
         license: of the weights, as an SPDX identifier in lower case, for the header.
+        words: list of words with names for classes that are WordNet ids; predictions then show the names.
     """
     if output.suffix != ".safetensors":
         raise SettingsError(
@@ -57,6 +65,8 @@ def pack(source: Path, output: Path, recipe: str | None = None, license: str | N
         )
     weights, chosen = read(source, recipe)
     about = weights.about | {"recipe": chosen.plain()} | ({"license": license} if license else {})
+    if words is not None:
+        about["label_names"] = name_classes(weights.about.get("classes") or (), read_words(words))
     output.parent.mkdir(parents=True, exist_ok=True)
     save_weights(output, weights.tensors, about, packed=True)
     output.chmod(0o644)  # safetensors makes files readable by the owner only

@@ -89,16 +89,20 @@ def parse_json(text: str) -> Any:
 
 
 def classes_problem(about: Mapping[str, object]) -> str | None:
-    """Return what is wrong with the class names of a header, or None."""
-    classes = about.get("classes")
-    if classes is None:
-        return None
-    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        return "its classes are not a list of names"
-    longest = max(map(len, classes), default=0)
-    if len(classes) > MAX_CLASSES or longest > MAX_NAME:
-        return (
-            f"it has {len(classes)} classes with names of up to {longest} characters, at most {MAX_CLASSES} and "
-            f"{MAX_NAME} are allowed"
-        )
+    """Return what is wrong with the classes of a header and their readable names, or None."""
+    for key in ("classes", "label_names"):
+        names = about.get(key)
+        if names is None:
+            continue
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return f"its {key} are not a list of names"
+        longest = max(map(len, names), default=0)
+        if len(names) > MAX_CLASSES or longest > MAX_NAME:
+            return (
+                f"it has {len(names)} classes with names of up to {longest} characters, at most {MAX_CLASSES} and "
+                f"{MAX_NAME} are allowed"
+            )
+    labels, classes = about.get("label_names"), about.get("classes")
+    if isinstance(labels, list) and len(set(labels)) != len(classes or ()):  # type: ignore[arg-type]
+        return "its label_names are not one different name for each class"
     return None

@@ -103,9 +103,13 @@ class ClassificationPipeline(SquarePipeline):
     def from_recipe(
         cls, recipe: Any, about: Mapping[str, Any], source: str, *, trusted: bool
     ) -> Self:
-        """Return the pipeline of weights; without class names in the header there are ImageNet's 1000 classes."""
+        """Return the pipeline of weights, with readable class names if the header has them.
+
+        Without class names in the header there are ImageNet's 1000 classes.
+        """
         how = recipe.augment.interpolation
-        classes, tags = tuple(about.get("classes") or ()), about.get("tags", 0)
+        classes = tuple(about.get("label_names") or about.get("classes") or ())
+        tags = about.get("tags", 0)
         if type(tags) is not int or not 0 <= tags <= len(classes):
             raise WeightsError(
                 f"{source}: tags in the header must be a number from 0 to {len(classes)}, got {repr(tags)[:40]}; use "
