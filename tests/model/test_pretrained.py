@@ -66,7 +66,7 @@ def predictors(model: pale.PaleTransformer) -> list[pale.Predictor]:
 
 
 def test_timm_lists_the_tagged_names_as_pretrained() -> None:
-    expected = [entry.timm_name for entry in TAGGED]
+    expected = sorted(entry.timm_name for entry in TAGGED)
     assert NAME in expected
     assert timm.list_pretrained("pale*") == expected
     assert timm.list_models("pale*", pretrained=True) == expected
@@ -170,19 +170,38 @@ def test_without_a_tag_a_model_has_1000_classes_and_random_weights(tensors: dict
     assert not torch.equal(model.state_dict()[CONV], tensors[CONV])
 
 
+@pytest.fixture
+def only_pets(folder: Path) -> Path:
+    """Use a zoo without general-purpose weights."""
+    zoo.write_index([e for e in zoo.list_entries(folder) if not e.timm.get("default")], folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", ["pale_nano", "pale_nano.untrained"])
-def test_the_error_without_weights_names_the_tagged_route(name: str) -> None:
+def test_the_error_without_weights_names_the_tagged_route(only_pets: Path, name: str) -> None:
     with pytest.raises(RuntimeError, match=r'No pretrained .*create_model\("pale_nano\.pets"'):
         timm.create_model(name, pretrained=True)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["object", "dict"])
-def test_the_configuration_of_the_untagged_name_names_no_weights(plain: bool) -> None:
+def test_the_configuration_of_the_untagged_name_names_no_weights(
+    only_pets: Path, plain: bool
+) -> None:
     """timm's scripts resolve the configuration of a name and pass it on."""
     cfg = timm.get_pretrained_cfg("pale_nano")
     cfg = cfg.to_dict() if plain else cfg
     with pytest.raises(RuntimeError, match=r'create_model\("pale_nano\.pets"'):
         timm.create_model("pale_nano", pretrained=True, pretrained_cfg=cfg)
+
+
+@pytest.mark.parametrize("name", ["pale_nano", "pale_nano.general", "pale_nano.untrained"])
+def test_pretrained_alone_loads_the_general_weights(name: str) -> None:
+    expected = load_weights(Path("general_nano"))
+    model = timm.create_model(name, pretrained=True)
+    assert all(torch.equal(model.state_dict()[k], t) for k, t in expected.tensors.items())
+    assert list(model.pretrained_cfg["label_names"]) == expected.about["label_names"]
+    assert model.pretrained_cfg["license"] == "cc-by-nc-4.0"
+    assert {"goldfish", "bathroom"} <= set(model.pretrained_cfg["label_names"])
 
 
 def test_the_error_of_a_model_without_tagged_weights_names_none() -> None:
@@ -270,7 +289,8 @@ def add_general(folder: Path) -> zoo.ZooEntry:
     shutil.copy(folder / entry.card, folder / "general.md")
     part = entry.timm | {"tag": "general", "default": True}
     made = replace(entry, name="general", file="general.safetensors", card="general.md", timm=part)
-    zoo.add_entry(made, folder)
+    kept = [each for each in zoo.list_entries(folder) if not each.timm.get("default")]
+    zoo.write_index([*kept, made], folder)
     return made
 
 

@@ -76,8 +76,8 @@ def test_plain_class_folders_are_split_and_start_from_included_weights(tmp_path)
     root = write_photos(tmp_path / "photos", {"cat": 10, "dog": 10})
     recipe, notes = plan({"data.root": str(root)})
     assert (recipe.kind, recipe.model.name) == ("classification", "pale_nano")
-    assert str(recipe.model.weights) == "classify_pets"
-    assert any("included weights classify_pets" in note for note in notes)
+    assert str(recipe.model.weights) == "general_nano"
+    assert any("included weights general_nano" in note for note in notes)
     task = recipe.task()
     assert (len(task.train_source), len(task.val_source)) == (16, 4)
     assert sorted(task.val_source.labels) == [0, 0, 1, 1]
@@ -114,7 +114,7 @@ def test_masks_and_annotations_are_recognised_without_splits(tmp_path):
     recipe, _ = plan({"data.root": str(masks)})
     task = recipe.task()
     assert (len(task.train_source), len(task.val_source)) == (4, 1)
-    assert str(recipe.model.init) == "classify_pets"
+    assert str(recipe.model.init) == "general_nano"
     (masks / "classes.txt").write_text("0 background\n7 thing\n")
     assert recognise(masks, {}).settings["data.classes"] == "classes.txt"
 

@@ -31,7 +31,7 @@ from pale.weights.read import load_weights
 from pale.weights.write import save_weights
 
 CPU = World(torch.device("cpu"))
-MAX_BYTES = 12_000_000
+MAX_BYTES = 40_000_000  # of all included weights
 
 
 def store(path: Path, recipe, packed=False) -> Path:
@@ -318,6 +318,35 @@ def test_packing_removes_paths(tmp_path, capsys):
     assert "must be a .safetensors file" in capsys.readouterr().err
 
 
+def test_packed_weights_have_readable_names_for_wordnet_ids(tmp_path, capsys):
+    run, classes = tmp_path / "run", ["n02123045", "n02012849", "n03126707", "kitchen"]
+    run.mkdir()
+    recipe = classification_recipe()
+    tensors = recipe.model.build(4, 64).state_dict()
+    save_weights(
+        run / "weights.safetensors", tensors, {"recipe": recipe.plain(), "classes": classes}
+    )
+    words = tmp_path / "words.txt"
+    words.write_text("n02123045\ttabby, tabby cat\nn02012849 crane\nn03126707 crane\n")
+    output = tmp_path / "small.safetensors"
+    command = ["weights", "pack", str(run), "-o", str(output), "--words", str(words)]
+    assert main(command) == 0
+    names = ("tabby", "crane (n02012849)", "crane (n03126707)", "kitchen")
+    assert load(output).classes == names
+    assert load_weights(output).about["classes"] == classes  # by which data are matched
+    export(output, tmp_path / "hub")
+    assert json.loads((tmp_path / "hub/config.json").read_text())["label_names"] == list(names)
+    assert main([*command[:-1], str(tmp_path / "none.txt")]) == 1
+    assert "the list of words" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", ["ab", [1, 2], ["a"], ["a", "a"], ["a", "b", "c"]])
+def test_invalid_readable_names_are_not_written(tmp_path, names):
+    about = {"classes": ["x", "y"], "label_names": names}
+    with pytest.raises(ValueError, match="its label_names are not"):
+        save_weights(tmp_path / "a.safetensors", {"w": torch.zeros(1)}, about)
+
+
 def test_weights_of_another_project_need_a_recipe_to_be_exported(tmp_path):
     path = tmp_path / "a.safetensors"
     save_weights(path, timm.create_model("pale_nano").state_dict(), {})
@@ -368,7 +397,7 @@ def test_the_three_demo_models_fit_into_twelve_megabytes():
         model = get(f"demo.{name}").model.build(classes, 160)
         stored = packing.pack_tensors(model.state_dict())
         total += sum(t.numel() * t.element_size() for t in stored.values())
-    assert total < 0.9 * MAX_BYTES
+    assert total < 0.9 * 12_000_000
 
 
 @pytest.fixture(scope="module")
@@ -415,7 +444,12 @@ def test_the_included_weights_are_complete_and_small():
         assert "toy run" not in card + entry.data
         words = TASKS[entry.task].headline
         assert words.items() <= zoo.HEADLINE.items()
-        assert all(f"{word} {entry.figures[key]:.2f}" in card for key, word in words.items())
+        if entry.recipe.startswith("pretrain."):  # a table with a row for each source
+            rows = [key for key in entry.figures if key.endswith((".top1", ".map"))]
+            assert len(rows) >= 2
+            assert all(f"| {entry.figures[key]:.2f} |" in card for key in rows)
+        else:
+            assert all(f"{word} {entry.figures[key]:.2f}" in card for key, word in words.items())
         about = load_weights(zoo.index.FOLDER / entry.file).about
         assert len(about["classes"]) == entry.classes
         assert about["recipe"]["name"] == entry.recipe
@@ -424,7 +458,11 @@ def test_the_included_weights_are_complete_and_small():
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("entry", zoo.list_entries(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize(
+    "entry",
+    [entry for entry in zoo.list_entries() if entry.recipe.startswith("demo.")],
+    ids=lambda entry: entry.name,
+)
 def test_a_card_agrees_with_an_evaluation_on_all_test_images(photos, entry):
     """The cards were measured on a GPU: rounding changes single photos (one of 3301 is 0.03 points)."""
     found = measure(Path(entry.name), photos("oxford-pets-160.tar"), CPU, batch=20)

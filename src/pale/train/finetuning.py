@@ -12,7 +12,7 @@ from .. import recipes
 from ..recipes.schema import Recipe
 from ..tasks import DEFAULT_TASK
 from ..tasks.layouts import recognise
-from ..weights.zoo import best_start
+from ..weights.zoo import best_start, get_entry
 from .settings import RunSettings
 
 NAME = "finetune"
@@ -51,7 +51,10 @@ def plan_finetuning(settings: RunSettings, changes: Mapping[str, Any]) -> tuple[
             )
         else:
             recipe = recipe.started_from(Path(start))
-            notes.append(f"starts from the included weights {start} (pale weights)")
+            notes.append(
+                f"starts from the included weights {start}, licence {get_entry(start).license or 'unknown'} "
+                f"(pale weights show {start})"
+            )
     if "model.weights" in changes and "model.new_head" not in changes:
         chosen["model.new_head"] = changes["model.weights"] is not None
     return recipe.override(chosen), notes

@@ -1,0 +1,73 @@
+"""General-purpose weights: packed, measured by source, with a card and an entry that the package accepts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from support.mixtures import SOURCES, mixture_recipe, write_mixture
+
+from pale.predict.bundle import load
+from pale.train.distributed import World
+from pale.train.loop import train
+from pale.weights import zoo
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("pretraining_sources", "planned_runs", "general_weights"):
+        sys.modules.pop(name, None)
+    return __import__("general_weights")
+
+
+@pytest.mark.slow
+def test_a_run_becomes_an_entry_with_figures_of_every_source(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_mixture(tmp_path / "data")
+    source = script.SOURCES[0]
+    known = []
+    for each in SOURCES:
+        name = str(each["name"])
+        (data / name / "manifest.json").write_text(json.dumps({"classes": ["a", "b"]}))
+        known.append(type(source)(name, "owner/name", "0" * 40, terms=f"terms of {name}"))
+    monkeypatch.setattr(script, "SOURCES", tuple(known))
+    recipe = mixture_recipe(data, name="pretrain.pale_nano")
+    train(recipe, tmp_path / "run", World(torch.device("cpu")), quiet=True)
+    words = tmp_path / "words.txt"
+    words.write_text("n01443537 goldfish\n")
+    out = tmp_path / "out"
+    script.main([str(tmp_path / "run"), str(data), str(out), "--words", str(words)])
+
+    assert [check for check in zoo.verify_files(out) if check.problem] == []
+    (entry,) = zoo.list_entries(out)
+    assert (entry.name, entry.license) == ("general_nano", "cc-by-nc-4.0")
+    assert entry.timm["default"] is True
+    assert entry.timm["label_names"] == list(load(out / entry.file).classes)
+    row = json.loads((out / "general_nano.json").read_text())
+    # Packing changes single images of the few at most.
+    assert row["packed"].keys() == row["before_packing"].keys()
+    assert {"folder.top1", "shards.top1", "tags.map"} <= entry.figures.keys()
+    card = (out / entry.card).read_text()
+    assert entry.sha256 in card
+    for each in known:
+        metric = "map" if each.name == "tags" else "top1"
+        figure = f"{entry.figures[f'{each.name}.{metric}']:.2f}"
+        assert any(
+            line.startswith(f"| {each.name} |") and figure in line and each.terms in line
+            for line in card.splitlines()
+        )
+    assert "--batch 6" in card
+    assert str(tmp_path) not in card
+
+
+def test_a_run_on_one_dataset_is_refused(script: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"must be a classifier trained with --data\.mix"):
+        script.main(["classify_pets", str(tmp_path), str(tmp_path / "out")])
