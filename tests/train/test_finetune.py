@@ -13,7 +13,6 @@ from support.recipes import CLASSIFICATION, DETECTION, SEGMENTATION, SMALL
 import pale.core.memory
 from pale.cli.main import main
 from pale.data.checks.settings import CheckSettings
-from pale.data.sources.holding import split_by_name
 from pale.data.sources.images import balance_classes, hold_out, read_folder
 from pale.errors import DataError, MemoryShortageError
 from pale.recipes import get
@@ -55,21 +54,6 @@ def plan(changes, **settings):
         RunSettings(recipe="finetune", device="cpu", **settings), changes
     )
     return recipe.changed(changes), notes
-
-
-def test_a_hold_out_depends_on_names_and_seed_alone_and_leaves_each_class_on_both_sides(tmp_path):
-    names = [f"{i}.jpg" for i in range(20)]
-    groups = [0] * 2 + [1] * 18
-    kept, held = split_by_name(names, 0.2, 0, groups)
-    assert sorted(kept + held) == list(range(20))
-    assert [len([i for i in held if groups[i] == g]) for g in (0, 1)] == [1, 4]
-    order = list(reversed(range(20)))
-    elsewhere = [f"/moved/{names[i]}" for i in order]
-    again = split_by_name(elsewhere, 0.2, 0, [groups[i] for i in order])[1]
-    assert {elsewhere[i].rpartition("/")[2] for i in again} == {names[i] for i in held}
-    assert split_by_name(names, 0.2, 1, groups)[1] != held
-    with pytest.raises(ValueError, match="at least 2 images, one to train"):
-        split_by_name(["a", "b", "c"], 0.2, 0, [0, 0, 1])
 
 
 def test_plain_class_folders_are_split_and_start_from_included_weights(tmp_path):

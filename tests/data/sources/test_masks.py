@@ -17,7 +17,7 @@ from pale.data.sources.class_list import (
     read_entries,
 )
 from pale.data.sources.mask_survey import check_pair
-from pale.data.sources.masks import MaskFiles, find_pairs, hold_out, read_mask
+from pale.data.sources.masks import MaskFiles, find_pairs, read_mask
 
 LINES = ["0 sky 10 20 30", "1 road 40 50 60", "2 car 70 80 90", "3 void 0 0 0"]
 STREET = ClassList([parse_entry(line) for line in LINES], ignore=(3, 255))
@@ -247,17 +247,6 @@ def test_missing_folders_and_images_raise(pairs):
     Image.new("RGB", (4, 4)).save(pairs / "images/b.png")
     with pytest.raises(ValueError, match=r"names must differ"):
         find_pairs(pairs / "images", pairs / "masks")
-
-
-def test_hold_out_splits_once_and_for_all():
-    pairs = [(f"{i}", f"{i}") for i in range(10)]
-    rest, held = hold_out(pairs, 0.3, seed=1)
-    assert len(held) == 3
-    assert sorted(rest + held) == pairs
-    assert hold_out(pairs, 0.3, seed=1) == (rest, held)
-    assert hold_out(pairs, 0.3, seed=2) != (rest, held)
-    with pytest.raises(ValueError, match="leaves one side empty"):
-        hold_out(pairs, 0.01, seed=1)
 
 
 def test_sizes_obey_exif(tmp_path):

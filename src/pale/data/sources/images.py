@@ -23,7 +23,8 @@ from ..reading import (
     require_distinct_names,
     shorten_list,
 )
-from .holding import HoldOutBy, split_by_name
+from . import holding
+from .holding import HoldOutBy
 from .paths import folder_names, walk_files
 
 MAX_REPEATS = 20  # maximum number of repetitions of an image in an epoch with balanced sampling
@@ -275,29 +276,16 @@ def hold_out(
         seed: seed of the choice.
         by: "order" draws positions in the sorted list of files, "name" chooses by file name (see `holding`).
     """
+    kept, held = holding.hold_out(
+        len(source), source.name, share, seed, by, source.labels, source.classes
+    )
+    notes = []
     if by == "name":
-        names = [source.name(index) for index in range(len(source))]
-        chosen = split_by_name(names, share, seed, source.labels)
-        note = (
-            f"no split given: {len(chosen[1])} of {len(names)} images are held out for validation, {share:.0%} of each "
+        notes.append(
+            f"no split given: {len(held)} of {len(source)} images are held out for validation, {share:.0%} of each "
             f"class and at least one, chosen by file name and seed {seed}"
         )
-        return ImageSubset(source, chosen[0], [note]), ImageSubset(source, chosen[1])
-    rng = np.random.default_rng(seed)
-    labels = np.asarray(source.labels)
-    kept: list[int] = []
-    held: list[int] = []
-    for c in range(len(source.classes)):
-        members = rng.permutation(np.flatnonzero(labels == c))
-        n = round(share * len(members))
-        if not 0 < n < len(members):
-            raise ValueError(
-                f"a hold-out share of {share} of the {len(members)} images of class "
-                f"{source.classes[c]!r} leaves one side empty; choose another share"
-            )
-        held += members[:n].tolist()
-        kept += members[n:].tolist()
-    return ImageSubset(source, sorted(kept)), ImageSubset(source, sorted(held))
+    return ImageSubset(source, kept, notes), ImageSubset(source, held)
 
 
 def without_unreadable(

@@ -25,7 +25,6 @@ from ..reading import (
     read_text,
 )
 from .class_list import ClassEntry, ClassList, Labels, row_strips
-from .holding import HoldOutBy, split_by_name
 from .paths import walk_files
 from .scenes import CLASSES as SHAPES
 from .scenes import Scenes
@@ -211,19 +210,3 @@ def _listed_stems(names: Path, images: Path, image_paths: dict[str, str]) -> lis
     if unknown := [stem for stem in stems if stem not in image_paths]:
         raise ValueError(f"{names} lists {unknown[0]}, but there is no such image in {images}")
     return stems
-
-
-def hold_out(
-    pairs: Sequence[tuple[Path, Path]], share: float, seed: int, by: HoldOutBy = "order"
-) -> tuple[list[tuple[Path, Path]], list[tuple[Path, Path]]]:
-    """Split off `share` of the pairs; return the rest and the split-off part; `by` as in `images.hold_out`."""
-    if by == "name":
-        kept, rest = split_by_name([str(image) for image, _ in pairs], share, seed)
-        return [pairs[i] for i in kept], [pairs[i] for i in rest]
-    held = round(share * len(pairs))
-    if not 0 < held < len(pairs):
-        raise ValueError(
-            f"a hold-out share of {share} of {len(pairs)} images leaves one side empty; choose another"
-        )
-    order = np.random.default_rng(seed).permutation(len(pairs)).tolist()
-    return [pairs[i] for i in sorted(order[held:])], [pairs[i] for i in sorted(order[:held])]

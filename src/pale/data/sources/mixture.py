@@ -20,6 +20,7 @@ from PIL import Image
 
 from ...errors import DataError, SettingsError
 from ..stream import Part
+from .holding import hold_out
 from .images import ImageSource, ImageSubset
 from .tags import MAX_CLASSES, TagFiles, TagShards
 
@@ -80,13 +81,8 @@ def hold_out_tags(
     source: TagFiles | TagShards, share: float, seed: int
 ) -> tuple[TagSubset, TagSubset]:
     """Split off `share` of the images, drawn from `seed`; return the rest and the split-off part."""
-    count = round(share * len(source))
-    if not 0 < count < len(source):
-        raise DataError(
-            f"a hold-out share of {share} of {len(source)} images leaves one side empty; choose another share"
-        )
-    order = np.random.default_rng(seed).permutation(len(source)).tolist()
-    return TagSubset(source, sorted(order[count:])), TagSubset(source, sorted(order[:count]))
+    kept, held = hold_out(len(source), source.name, share, seed)
+    return TagSubset(source, kept), TagSubset(source, held)
 
 
 def joint_classes(members: Sequence[Member]) -> tuple[list[str], int]:

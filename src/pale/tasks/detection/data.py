@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from pydantic import Field
 
 from ...core.settings import MAX_SIZE, Settings
 from ...data.sources.coco import CocoFiles
-from ...data.sources.holding import HoldOutBy, split_by_name
+from ...data.sources.holding import HoldOutBy, hold_out
 from ...data.sources.instances import (
     InstanceSource,
     InstanceSubset,
@@ -124,16 +123,7 @@ class InstanceData(Settings):
         return InstanceSubset(source, range(self.limit))
 
     def _parts(self, source: InstanceSource, seed: int) -> tuple[list[int], list[int]]:
-        count = len(source)
-        if self.hold_out_by == "name":
-            return split_by_name([source.name(i) for i in range(count)], self.hold_out, seed)
-        held = round(self.hold_out * count)
-        if not 0 < held < count:
-            raise SettingsError(
-                f"data.hold_out={self.hold_out} of {count} images leaves one side empty; choose another share"
-            )
-        order = np.random.default_rng(seed).permutation(count).tolist()
-        return sorted(order[held:]), sorted(order[:held])
+        return hold_out(len(source), source.name, self.hold_out, seed, self.hold_out_by)
 
     def _under(self, path: str) -> Path:
         return Path(path) if Path(path).is_absolute() else require_root(self.root) / path

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator
 
 from ...core.settings import MAX_SIZE, Settings
 from ...data.sources.class_list import IGNORED, ClassList, parse_entry, read_entries
-from ...data.sources.holding import HoldOutBy
-from ...data.sources.masks import MaskFiles, MaskKind, MaskSource, SceneMasks, find_pairs, hold_out
+from ...data.sources.holding import HoldOutBy, hold_out
+from ...data.sources.masks import MaskFiles, MaskKind, MaskSource, SceneMasks, find_pairs
 from ...data.sources.paths import require_root
 from ...data.sources.scenes import Scenes
 from ...data.sources.voc import VocMasks, mask_entries, mask_pairs
@@ -123,7 +123,11 @@ class MaskData(Settings):
     def _part(self, files: MaskFiles, part: int, seed: int) -> MaskFiles:
         if not self.hold_out:
             return files
-        return files.with_pairs(hold_out(files.pairs, self.hold_out, seed, self.hold_out_by)[part])
+        pairs = files.pairs
+        parts = hold_out(
+            len(pairs), lambda i: str(pairs[i][0]), self.hold_out, seed, self.hold_out_by
+        )
+        return files.with_pairs([pairs[i] for i in parts[part]])
 
     def _pairs(self, split: str, absent: list[str] | None) -> list[tuple[Path, Path]]:
         if self.images is None or self.masks is None:
