@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
 
 from rich.markup import escape
 
 from .console import Console
 from .escaping import escape_line
 
-# Called with the items, the name of the operation and the number of items; yields the items.
-Track = Callable[[Iterable[Any], str, int], Iterator[Any]]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
-def no_progress(items: Iterable[object], what: str, total: int) -> Iterator[Any]:
+class Track(Protocol):
+    """Shows the progress of an operation."""
+
+    def __call__(self, items: Iterable[T], what: str, total: int, /) -> Iterator[T]:
+        """Yield the items; `what` is the name of the operation, `total` their number."""
+
+
+def no_progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
     """Return the items without showing progress; the default of functions called from Python."""
     return iter(items)
 
 
-def progress_bar(items: Iterable[object], what: str, total: int) -> Iterator[Any]:
+def progress_bar(items: Iterable[T], what: str, total: int) -> Iterator[T]:
     """Yield the items and show a bar, which disappears at the end."""
     if not sys.stderr.isatty():
         yield from items
@@ -41,3 +49,27 @@ def progress_bar(items: Iterable[object], what: str, total: int) -> Iterator[Any
 def select_progress(json: bool = False, main: bool = True) -> Track:
     """Return the bar for commands, on the main process; no progress if JSON is printed."""
     return progress_bar if main and not json else no_progress
+
+
+def map_in_threads(
+    function: Callable[[T], R],
+    items: Sequence[T],
+    threads: int,
+    track: Track = no_progress,
+    what: str = "reading",
+) -> list[R]:
+    """Return `function(item)` for all items in order; after an error or Ctrl-C no further call starts.
+
+    Args:
+        function: called in a thread, for work that waits for the disk or releases the GIL.
+        items: its arguments.
+        threads: number of threads.
+        track: shows the progress.
+        what: name of the operation.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            return list(track(pool.map(function, items), what, len(items)))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -86,6 +86,12 @@ def shorten_list(items: Sequence[object]) -> str:
     return ", ".join(repr(item) for item in items[:5]) + more
 
 
+def first_of(problems: Sequence[str], others: str = "more") -> str:
+    """Return the first problem and the number of the others: "a.jpg is damaged (and 7 more)"."""
+    count = len(problems) - 1
+    return f"{problems[0]} (and {count} {others})" if count else problems[0]
+
+
 def require_distinct_names(names: Sequence[str], where: object) -> None:
     """Raise if two classes have the same name; `where` is the subject of the message."""
     if repeated := [name for name, count in Counter(names).items() if count > 1]:

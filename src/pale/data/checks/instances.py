@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.progress import Track, no_progress
+from ...core.progress import Track, map_in_threads, no_progress
 from .. import rle
 from ..decoding import read_image
 from ..reading import UnreadableImageError, display_name, distinct_names
@@ -76,7 +75,8 @@ def check_contents(
         problems += _repeated_entries(name, content)
         problems += _unusable_content(name, content, name == training)
         problems += _annotation_problems(name, content)
-        images = _examine_images(name, content["images"], folder, threads, track)
+        examine = partial(_examine_image, name, folder)
+        images = map_in_threads(examine, content["images"], threads, track, f"reading {name}")
         problems += _image_problems(images)
         digests[name] = {image.file: image.digest for image in images if image.digest}
     problems += _split_problems(contents, digests)
@@ -291,18 +291,6 @@ def _examine_image(split: str, folder: Path, entry: JsonObject) -> ImageCheck:
             unusable=f"{split}: {display_name(path)} is {found}, the file states {stated[0]}x{stated[1]}",
         )
     return ImageCheck(file, digest=hashlib.sha256(np.asarray(image).data).hexdigest())
-
-
-def _examine_images(
-    split: str, entries: Sequence[JsonObject], folder: Path, threads: int, track: Track
-) -> list[ImageCheck]:
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            results = pool.map(partial(_examine_image, split, folder), entries)
-            return list(track(results, f"reading {split}", len(entries)))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def _image_problems(images: Sequence[ImageCheck]) -> list[Problem]:

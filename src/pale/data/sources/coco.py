@@ -10,14 +10,13 @@ import json
 import pickle
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 from PIL import Image
 
+from ...core.progress import map_in_threads
 from .. import rle
 from ..decoding import read_image
 from ..reading import (
@@ -25,6 +24,7 @@ from ..reading import (
     MAX_SIDE,
     UnreadableImageError,
     display_name,
+    first_of,
     read_text,
     repeated_value,
     require_distinct_names,
@@ -243,43 +243,48 @@ class CocoFiles:
 
 def require_images(source: InstanceSource, threads: int) -> None:
     """Raise if images of an annotation file are missing or have another size; reads only the headers of the files."""
-    indices: Sequence[int] = range(len(source))
-    while isinstance(source, InstanceSubset):
-        indices, source = [source.indices[i] for i in indices], source.source
-    if not isinstance(source, CocoFiles):
+    files, indices = _files_behind(source)
+    if files is None:
         return
-    if missing := source.missing(indices):
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    if missing := files.missing(indices):
         raise ValueError(
-            f"{source.path.name} lists {missing[0]}{more}, but there is no such image; is data.images right?"
+            f"{files.path.name} lists {first_of(missing)}, but there is no such image; is data.images right?"
         )
-    if bad := _header_problems(source, indices, threads):
-        more = f" (and {len(bad) - 1} more such images)" if len(bad) > 1 else ""
-        raise UnreadableImageError(bad[0] + more)
+    problems = _header_problems(files, indices, threads)
+    if bad := [reason for reason in problems if reason is not None]:
+        raise UnreadableImageError(first_of(bad, "more such images"))
 
 
 def without_unusable(source: InstanceSource, threads: int) -> tuple[InstanceSource, list[str]]:
     """Return the images whose files exist and have the stated size, and what is wrong with the others."""
-    indices, files = list(range(len(source))), source
-    while isinstance(files, InstanceSubset):
-        indices, files = [files.indices[i] for i in indices], files.source
-    if not isinstance(files, CocoFiles):
+    files, indices = _files_behind(source)
+    if files is None:
         return source, []
-    with ThreadPoolExecutor(threads) as pool:
-        problems = list(pool.map(files.header_problem, indices))
+    problems = _header_problems(files, indices, threads)
     good = [i for i, reason in enumerate(problems) if reason is None]
     bad = [reason for reason in problems if reason is not None]
     return (InstanceSubset(source, good) if bad else source), bad
 
 
-def _header_problems(source: CocoFiles, indices: Sequence[int], threads: int) -> list[str]:
+def _files_behind(source: InstanceSource) -> tuple[CocoFiles | None, Sequence[int]]:
+    """Return the files that a source selects from, and the selected indices; None if it has no annotation file."""
+    indices: Sequence[int] = range(len(source))
+    while isinstance(source, InstanceSubset):
+        indices, source = [source.indices[i] for i in indices], source.source
+    return (source if isinstance(source, CocoFiles) else None), indices
+
+
+def _header_problems(files: CocoFiles, indices: Sequence[int], threads: int) -> list[str | None]:
+    """Return why each image cannot be used, judged by the header of its file, or None."""
+
+    def check(first: int) -> list[str | None]:
+        return [files.header_problem(i) for i in indices[first::threads]]
+
     # One task per thread, which overlaps waiting for the disk; one per image would cost more than it saves.
-    with ThreadPoolExecutor(threads) as pool:
-        parts = pool.map(
-            lambda first: [(i, source.header_problem(i)) for i in indices[first::threads]],
-            range(threads),
-        )
-        return [reason for _, reason in sorted(chain(*parts)) if reason is not None]
+    found: list[str | None] = [None] * len(indices)
+    for first, part in enumerate(map_in_threads(check, range(threads), threads)):
+        found[first::threads] = part
+    return found
 
 
 def path_exists(path: Path) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from PIL import Image
 
+from ...core.progress import map_in_threads
 from ..decoding import read_image
 from ..reading import (
     SUFFIXES,
@@ -307,8 +307,7 @@ def without_unreadable(
             return str(error)
         return None
 
-    with ThreadPoolExecutor(threads) as pool:
-        problems = list(pool.map(problem, range(len(source))))
+    problems = map_in_threads(problem, range(len(source)), threads)
     bad = [reason for reason in problems if reason is not None]
     if not bad:
         return source

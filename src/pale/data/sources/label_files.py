@@ -8,15 +8,16 @@ all. File names in label files cannot refer to files outside the root of the dat
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ...core.progress import map_in_threads
 from ...errors import DataError
-from ..reading import SUFFIXES, display_name, read_bytes
+from ..reading import display_name, first_of, read_bytes
 
+T = TypeVar("T")
 MAX_LABEL_BYTES = 2**24  # maximum size of one label file
 MAX_COORDINATE = 1e7  # pixels
 MAX_OBJECTS = 20_000  # of one label file
@@ -43,9 +44,8 @@ class LabelledImages:
     def require_readable(self) -> LabelledImages:
         """Return the images, or raise the first problem with the number of the others."""
         if self.problems:
-            more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
             raise DataError(
-                f"{self.problems[0]}{more}; correct the labels, `pale data check` lists all such problems"
+                f"{first_of(self.problems)}; correct the labels, `pale data check` lists all such problems"
             )
         return self
 
@@ -63,49 +63,21 @@ def collect_images(
     origin: Path,
     folder: Path,
     classes: Sequence[str],
-    images: Sequence[Any],
-    read: Any,
+    images: Sequence[T],
+    read: Callable[[T], LabelledImage],
     threads: int,
 ) -> LabelledImages:
-    """Read images with `read(image) -> LabelledImage` in threads and number images, objects and classes from 1."""
+    """Read images with `read` in threads, and number images, objects and classes from 1."""
     categories = [{"id": i, "name": name} for i, name in enumerate(classes, start=1)]
     content: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
     problems: list[str] = []
-    with ThreadPoolExecutor(threads) as pool:
-        for number, found in enumerate(pool.map(read, images), start=1):
-            content["images"].append({"id": number} | found.entry)
-            for entry in found.objects:
-                identity = len(content["annotations"]) + 1
-                content["annotations"].append({"id": identity, "image_id": number} | entry)
-            problems += found.problems
+    for number, found in enumerate(map_in_threads(read, images, threads), start=1):
+        content["images"].append({"id": number} | found.entry)
+        for entry in found.objects:
+            identity = len(content["annotations"]) + 1
+            content["annotations"].append({"id": identity, "image_id": number} | entry)
+        problems += found.problems
     return LabelledImages(origin, folder, content, problems)
-
-
-def find_images(folder: Path) -> list[Path]:
-    """Return all images under a folder, sorted; hidden ones are left out."""
-    found = []
-    for where, folders, names in os.walk(folder):
-        folders.sort()
-        found += [
-            Path(where, name)
-            for name in names
-            if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-        ]
-    return sorted(found)
-
-
-def by_stem(files: Sequence[Path], folder: Path) -> dict[str, Path]:
-    """Return files by their path under a folder without suffix."""
-    found: dict[str, Path] = {}
-    for path in files:
-        stem = os.path.splitext(path.relative_to(folder).as_posix())[0]
-        if stem in found:
-            raise DataError(
-                f"{display_name(found[stem])} and {display_name(path)} have the same name, so labels are ambiguous; "
-                "rename or remove one"
-            )
-        found[stem] = path
-    return found
 
 
 def inside(path: Path, root: Path) -> Path | None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.progress import Track, no_progress
+from ...core.progress import Track, map_in_threads, no_progress
 from ..decoding import image_size, read_header
-from ..reading import UnreadableImageError
+from ..reading import UnreadableImageError, first_of
 from .class_list import IGNORED, row_strips
 from .masks import MaskFiles, MaskSource
 
@@ -65,18 +64,13 @@ def check_pairs(
     source: MaskSource, threads: int = 8, decode: bool = False, track: Track = no_progress
 ) -> list[PairCheck]:
     """Run `check_pair` on all pairs, in threads: decoding releases the GIL."""
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            results = pool.map(lambda i: check_pair(source, i, decode), range(len(source)))
-            return list(track(results, "reading", len(source)))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    return map_in_threads(
+        lambda i: check_pair(source, i, decode), range(len(source)), threads, track
+    )
 
 
 def require_valid(results: Sequence[PairCheck]) -> None:
     """Raise the first error, with the number of the others."""
     errors = [result.error for result in results if result.error is not None]
     if errors:
-        more = f" (and {len(errors) - 1} more such pairs)" if len(errors) > 1 else ""
-        raise UnreadableImageError(errors[0] + more)
+        raise UnreadableImageError(first_of(errors, "more such pairs"))

@@ -25,7 +25,7 @@ from ..reading import (
     read_text,
 )
 from .class_list import ClassEntry, ClassList, Labels, row_strips
-from .paths import walk_files
+from .paths import files_by_stem
 from .scenes import CLASSES as SHAPES
 from .scenes import Scenes
 
@@ -166,41 +166,24 @@ def find_pairs(
     for folder, content in ((images, "images"), (masks, "masks")):
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder} with the {content}")
-    image_paths = _paths_by_stem(images, SUFFIXES)
-    mask_paths = _paths_by_stem(masks, MASK_SUFFIXES)
+    image_paths = files_by_stem(images, SUFFIXES)
+    mask_paths = files_by_stem(masks, MASK_SUFFIXES)
     stems = list(image_paths) if names is None else _listed_stems(names, images, image_paths)
     if not stems:
         raise ValueError(f"there are no images in {images} ({', '.join(SUFFIXES)})")
     missing = [stem for stem in stems if stem not in mask_paths]
     if absent is not None:
-        absent += [display_name(images / image_paths[stem]) for stem in missing]
+        absent += [display_name(image_paths[stem]) for stem in missing]
     elif missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"{images / image_paths[missing[0]]}{more} have no mask in {masks}; expected is "
+            f"{image_paths[missing[0]]}{more} have no mask in {masks}; expected is "
             f"{masks / missing[0]}.png"
         )
-    return [
-        (images / image_paths[stem], masks / mask_paths[stem])
-        for stem in stems
-        if stem in mask_paths
-    ]
+    return [(image_paths[stem], mask_paths[stem]) for stem in stems if stem in mask_paths]
 
 
-def _paths_by_stem(root: Path, suffixes: tuple[str, ...]) -> dict[str, str]:
-    """Return the paths below `root` by their paths without suffix, sorted."""
-    found: dict[str, str] = {}
-    for path in walk_files(root, suffixes):
-        stem = os.path.splitext(path)[0]
-        if stem in found:
-            raise ValueError(
-                f"{root} contains {found[stem]} and {path}; names must differ in more than the suffix"
-            )
-        found[stem] = path
-    return found
-
-
-def _listed_stems(names: Path, images: Path, image_paths: dict[str, str]) -> list[str]:
+def _listed_stems(names: Path, images: Path, image_paths: dict[str, Path]) -> list[str]:
     """Return the paths without suffix that a list file names."""
     if not names.is_file():
         raise ValueError(f"there is no list {names}; its lines start with the name of an image")

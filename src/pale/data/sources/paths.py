@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from ...errors import SettingsError
+from ...errors import DataError, SettingsError
 from ..reading import SUFFIXES, UNSUPPORTED_SUFFIXES, display_name
 
 MAX_NAME = 180  # bytes of the name of an output file or folder
@@ -38,6 +38,25 @@ def walk_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
         for name in sorted(names):
             if name.lower().endswith(suffixes) and not name.startswith("."):
                 yield os.path.normpath(os.path.join(inside, name))
+
+
+def list_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files of `walk_files`, sorted as paths."""
+    return sorted(folder / path for path in walk_files(folder, suffixes))
+
+
+def files_by_stem(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
+    """Return the files of `walk_files` by their paths below the folder, without suffix."""
+    found: dict[str, Path] = {}
+    for path in walk_files(folder, suffixes):
+        stem = os.path.splitext(path)[0].replace(os.sep, "/")
+        if stem in found:
+            raise DataError(
+                f"{folder} contains {display_name(found[stem].relative_to(folder))} and {display_name(path)}; names "
+                "must differ in more than the suffix"
+            )
+        found[stem] = folder / path
+    return found
 
 
 def find_images(paths: Sequence[Path]) -> list[tuple[Path, str]]:

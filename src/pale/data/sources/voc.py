@@ -15,7 +15,6 @@ count from 1 and `xmax`, `ymax` belong to the box, so that 1, 1, 10, 10 is a box
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from ..decoding import image_size, read_header, read_stored_image
 from ..reading import (
     MAX_PIXELS,
     MAX_SIDE,
+    SUFFIXES,
     UnreadableImageError,
     display_name,
     open_image,
@@ -42,14 +42,13 @@ from .label_files import (
     MAX_COORDINATE,
     LabelledImage,
     LabelledImages,
-    by_stem,
     collect_images,
-    find_images,
     read_label_text,
     require_drawable,
     too_many_objects,
 )
 from .masks import MaskFiles, MaskKind, read_mask
+from .paths import files_by_stem, list_files
 from .xml_files import read_xml
 
 VOC_CLASSES = (
@@ -95,7 +94,7 @@ class VocFiles:
 
 
 def find_files(
-    root: Path, split: str, part: str, labels: str, suffixes: Sequence[str], whole: bool
+    root: Path, split: str, part: str, labels: str, suffixes: tuple[str, ...], whole: bool
 ) -> VocFiles:
     """Find the files of a split.
 
@@ -109,11 +108,10 @@ def find_files(
     """
     folder = root / split
     if not (root / labels).is_dir() and folder.is_dir():  # images and labels beside each other
-        images = by_stem(find_images(folder), folder)
-        found = by_stem(_find(folder, suffixes), folder)
+        images, found = files_by_stem(folder, SUFFIXES), files_by_stem(folder, suffixes)
         return VocFiles(split, sorted(found), images, found)
-    images = by_stem(find_images(root / "JPEGImages"), root / "JPEGImages")
-    found = by_stem(_find(root / labels, suffixes), root / labels)
+    images = files_by_stem(root / "JPEGImages", SUFFIXES)
+    found = files_by_stem(root / labels, suffixes)
     if not found:
         raise DataError(
             f"there are no labels in {root / labels} ({', '.join(suffixes)}), or in {folder} beside the images"
@@ -131,15 +129,6 @@ def find_files(
     raise DataError(
         f"there is no list {lists[0]}, which names the images of the split; name the splits (data.train, data.val), or "
         "validate on a share of all images: data.hold_out=0.2"
-    )
-
-
-def _find(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    return sorted(
-        Path(where, name)
-        for where, _, names in os.walk(folder)
-        for name in names
-        if name.lower().endswith(tuple(suffixes)) and not name.startswith(".")
     )
 
 
@@ -195,7 +184,7 @@ def object_classes(root: Path, files: VocFiles) -> list[str]:
         return [name for name in named if name not in NOT_OBJECTS]
     paths = list(files.labels.values())
     if not (root / "Annotations").is_dir():  # splits are folders, which must have the same classes
-        paths = _find(root, (".xml",))
+        paths = list_files(root, (".xml",))
     found = set()
     for path in paths:
         try:

@@ -25,7 +25,6 @@ from .label_files import (
     LabelledImage,
     LabelledImages,
     collect_images,
-    find_images,
     inside,
     read_label_bytes,
     read_label_text,
@@ -33,6 +32,7 @@ from .label_files import (
     too_many_objects,
 )
 from .masks import MaskFiles
+from .paths import list_files
 
 NAMES = ("data.yaml", "data.yml", "dataset.yaml")
 CLASS_FILE = "classes.txt"
@@ -105,7 +105,7 @@ class YoloDataset:
                 for path in self._images_of(split, entry)
             ]
         else:
-            found = find_images(self._split_folder(split, whole))
+            found = list_files(self._split_folder(split, whole), SUFFIXES)
         if not found:
             raise DataError(
                 f"the split {split} of {self.file} has no images ({', '.join(SUFFIXES)}); is it the right folder?"
@@ -128,7 +128,7 @@ class YoloDataset:
         """Return the images in a folder or in a list of files, as data.yaml names it."""
         where = self._locate(split, entry)
         if where.is_dir():
-            return find_images(where)
+            return list_files(where, SUFFIXES)
         found = []
         for number, line in enumerate(read_label_text(where).splitlines(), start=1):
             if not line.strip():
