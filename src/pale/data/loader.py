@@ -7,19 +7,19 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..compat import shut_down_workers, worker_processes
 from ..errors import DataError
 from .seeding import seeded
+from .sources.images import ImageSource
 from .sources.scenes import SceneImages
 from .stream import Key
 from .transforms.images import TrainTransform, Transform
@@ -27,19 +27,6 @@ from .transforms.images import TrainTransform, Transform
 MAX_PIPE_BYTES = 1 << 16  # largest tensor that workers send by value; the capacity of a Linux pipe
 # Image, class and key; with token labels also their probabilities and classes, and the places of the crop.
 Sample = tuple[Any, ...]
-
-
-class LabelledImages(Protocol):
-    """What `ImageDataset` reads from a source."""
-
-    @property
-    def labels(self) -> Sequence[int]:
-        """The class of every image."""
-
-    def __len__(self) -> int: ...
-
-    def image(self, index: int) -> Image.Image:
-        """Return an image as RGB."""
 
 
 class ImageDataset(Dataset[Sample]):
@@ -54,7 +41,7 @@ class ImageDataset(Dataset[Sample]):
 
     def __init__(
         self,
-        source: LabelledImages,
+        source: ImageSource,
         transform: Transform,
         seed: int,
         token_labels: Callable[[int], tuple[Tensor, Tensor]] | None = None,

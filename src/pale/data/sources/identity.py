@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from .coco import CocoFiles
 from .images import ImageFiles, ImageSubset
-from .instances import InstanceSubset, PetSilhouettes, SceneInstances
-from .masks import MaskFiles, SceneMasks
+from .instances import InstanceSubset, PetSilhouettes
+from .masks import MaskFiles
 from .mixture import Mixture
-from .scenes import SceneImages, Scenes
+from .scenes import SceneSource
 from .shards import ShardFiles
 from .tags import TagFiles, TagShards
 
@@ -159,11 +159,9 @@ def _(source: PetSilhouettes) -> Digest:
     return _hash_names("pets", names, np.asarray(labels, np.int64))
 
 
-@_digest.register(SceneImages)
-@_digest.register(SceneMasks)
-@_digest.register(SceneInstances)
-def _(source: SceneImages | SceneMasks | SceneInstances) -> Digest:
-    scenes: Scenes = source.scenes
+@_digest.register
+def _(source: SceneSource) -> Digest:
+    scenes = source.scenes
     settings = [scenes.length, scenes.seed, list(scenes.objects), list(scenes.shapes)]
     return _hash_names("scenes", [json.dumps(settings)])
 

@@ -17,7 +17,7 @@ from ..reading import UnreadableImageError, display_name
 from ..rle import Mask, Shape
 from .images import pet_rows
 from .scenes import CLASSES as SHAPES
-from .scenes import Scenes
+from .scenes import Scenes, SceneSource
 
 MAX_MASK_BYTES = 2**31  # maximum size of the masks of all objects in an image, one byte per pixel
 
@@ -141,21 +141,14 @@ def height_width(path: Path) -> tuple[int, int]:
     return h, w
 
 
-class SceneInstances:
+class SceneInstances(SceneSource):
     """Generated scenes with their objects."""
 
     def __init__(self, scenes: Scenes) -> None:
-        self.scenes = scenes
+        super().__init__(scenes)
         self.classes = list(scenes.shapes)
         self.categories = list(range(1, len(self.classes) + 1))
         self.shaped, self.notes = True, list[str]()
-
-    def __len__(self) -> int:
-        return len(self.scenes)
-
-    def image(self, index: int) -> Image.Image:
-        """Draw a scene and return its image."""
-        return Image.fromarray(self.scenes[index].image)
 
     def instances(self, index: int) -> Instances:
         """Draw a scene and return its objects."""
@@ -176,10 +169,6 @@ class SceneInstances:
     def image_id(self, index: int) -> int:
         """Return the index plus 1."""
         return index + 1
-
-    def name(self, index: int) -> str:
-        """Return number and seed of a scene."""
-        return f"scene {index} of seed {self.scenes.seed}"
 
 
 class PetSilhouettes:

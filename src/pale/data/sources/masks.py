@@ -27,7 +27,7 @@ from ..reading import (
 from .class_list import ClassEntry, ClassList, Labels, row_strips
 from .paths import files_by_stem
 from .scenes import CLASSES as SHAPES
-from .scenes import Scenes
+from .scenes import SceneSource
 
 MASK_SUFFIXES = (".png", ".bmp", ".gif", ".tif", ".tiff")  # lossless formats
 MaskKind = Literal["auto", "index", "colour"]
@@ -124,32 +124,19 @@ class MaskFiles:
         return display_name(self.pairs[index][0])
 
 
-class SceneMasks:
+class SceneMasks(SceneSource):
     """Scenes with their semantic masks."""
 
-    def __init__(self, scenes: Scenes) -> None:
-        self.scenes = scenes
-        self.classes = ClassList([ClassEntry(None, name) for name in ("background", *SHAPES)])
-
-    def __len__(self) -> int:
-        return len(self.scenes)
-
-    def image(self, index: int) -> Image.Image:
-        """Draw a scene and return its image."""
-        return self.image_and_mask(index)[0]
+    classes = ClassList([ClassEntry(None, name) for name in ("background", *SHAPES)])
 
     def mask(self, index: int) -> Labels:
         """Draw a scene and return its labels."""
-        return self.image_and_mask(index)[1]
+        return self.scenes[index].mask
 
     def image_and_mask(self, index: int) -> tuple[Image.Image, Labels]:
         """Draw a scene once and return image and labels."""
         scene = self.scenes[index]
         return Image.fromarray(scene.image), scene.mask
-
-    def name(self, index: int) -> str:
-        """Return number and seed of a scene."""
-        return f"scene {index} of seed {self.scenes.seed}"
 
 
 def find_pairs(

@@ -195,7 +195,7 @@ class Scenes(Dataset[Scene]):
         if not shapes or set(shapes) - set(CLASSES):
             raise ValueError(f"shapes must be some of {', '.join(CLASSES)}, got {tuple(shapes)}")
         self.length, self.size, self.seed, self.objects = length, size, seed, objects
-        self.classes, self.shapes = CLASSES, tuple(shapes)
+        self.shapes = tuple(shapes)
 
     def __len__(self) -> int:
         return self.length
@@ -206,14 +206,28 @@ class Scenes(Dataset[Scene]):
         return draw_scene(self.seed, index, self.size, self.objects, self.shapes)
 
 
-class SceneImages:
-    """Scenes as a source of images with a class each."""
+class SceneSource:
+    """Base of the sources of scenes, one for each task."""
 
     def __init__(self, scenes: Scenes) -> None:
-        self.scenes, self.classes = scenes, scenes.classes
+        self.scenes = scenes
 
     def __len__(self) -> int:
         return len(self.scenes)
+
+    def image(self, index: int) -> Image.Image:
+        """Draw a scene and return its image."""
+        return Image.fromarray(self.scenes[index].image)
+
+    def name(self, index: int) -> str:
+        """Return number and seed of a scene."""
+        return f"scene {index} of seed {self.scenes.seed}"
+
+
+class SceneImages(SceneSource):
+    """Scenes as a source of images with a class each."""
+
+    classes = CLASSES
 
     @property
     def labels(self) -> Sequence[int]:
@@ -225,14 +239,6 @@ class SceneImages:
         scene = self.scenes[index]
         return Image.fromarray(scene.image), scene.label
 
-    def image(self, index: int) -> Image.Image:
-        """Draw a scene and return its image."""
-        return self.image_and_label(index)[0]
-
     def content(self, index: int) -> bytes:
         """Return no bytes: a scene has no file."""
         return b""
-
-    def name(self, index: int) -> str:
-        """Return number and seed of a scene."""
-        return f"scene {index} of seed {self.scenes.seed}"

@@ -23,7 +23,7 @@ from ..seeding import derive_seed
 from ..sources.instances import Instances, InstanceSource, read_instances
 from ..stream import Key
 from .masks import draw_distortion
-from .resizing import fit_size, require_valid_crop, require_valid_scale, scaled_crop
+from .resizing import draw_crop, fit_size, require_valid_crop, require_valid_scale, scaled_crop
 
 PADDED_TO = 32  # height and width of a batch are multiples of this
 MIN_SIDE = 1.0  # minimum width and height in pixels of a cropped box
@@ -99,7 +99,8 @@ class InstanceTransform:
         """Transform a sample; crowds and objects outside the crop are left out."""
         a, found = self.augment, found.subset(~found.crowd)
         size = fit_size(image.height, image.width, a.short, a.long, rng.uniform(*a.scale))
-        crop = self._draw_crop(size, rng)
+        whole = (0, 0, size[1], size[0])
+        crop = whole if a.crop_size is None else draw_crop(size, a.crop_size, rng)
         flips = rng.random() < a.flip, rng.random() < a.vertical_flip
         pixels = np.asarray(scaled_crop(image, size, crop))
         boxes = transform_boxes(found.boxes, found.size, size, crop, *flips)
@@ -121,16 +122,6 @@ class InstanceTransform:
         if flips[1]:
             pixels = pixels[::-1]
         return InstanceSample(pixels.copy(), boxes[keep], found.labels[keep], masks)
-
-    def _draw_crop(
-        self, size: tuple[int, int], rng: np.random.Generator
-    ) -> tuple[int, int, int, int]:
-        (h, w), crop = size, self.augment.crop_size
-        if crop is None:
-            return 0, 0, w, h
-        top = int(rng.integers(max(h - crop[0], 0), endpoint=True))
-        left = int(rng.integers(max(w - crop[1], 0), endpoint=True))
-        return left, top, min(left + crop[1], w), min(top + crop[0], h)
 
 
 def transform_boxes(

@@ -26,6 +26,7 @@ from ..sources.class_list import IGNORED, Labels
 from ..sources.masks import MaskSource, SceneMasks
 from ..stream import Key
 from .resizing import (
+    draw_crop,
     fit_size,
     require_valid_crop,
     require_valid_scale,
@@ -104,16 +105,11 @@ class JointTransform:
         return pad(pixels, a.crop_size, PADDING_COLOUR), pad(mask, a.crop_size, IGNORED)
 
     def _draw_crop(self, mask: Labels, rng: np.random.Generator) -> tuple[int, int, int, int]:
-        (h, w), (crop_h, crop_w) = mask.shape, self.augment.crop_size
-        box = (0, 0, w, h)
+        limit = self.augment.most_of_one_class
         for _ in range(CROP_TRIES + 1):
-            top = int(rng.integers(max(h - crop_h, 0), endpoint=True))
-            left = int(rng.integers(max(w - crop_w, 0), endpoint=True))
-            box = left, top, min(left + crop_w, w), min(top + crop_h, h)
-            part = mask[box[1] : box[3], box[0] : box[2]]
-            if self.augment.most_of_one_class >= 1:
-                break
-            if largest_class_share(part) < self.augment.most_of_one_class:
+            box = draw_crop(mask.shape, self.augment.crop_size, rng)
+            left, top, right, bottom = box
+            if limit >= 1 or largest_class_share(mask[top:bottom, left:right]) < limit:
                 break
         return box
 

@@ -41,6 +41,16 @@ def fit_size(
     return max(1, int(h * ratio + 0.5)), max(1, int(w * ratio + 0.5))
 
 
+def draw_crop(
+    size: tuple[int, int], crop: tuple[int, int], rng: np.random.Generator
+) -> tuple[int, int, int, int]:
+    """Draw a box (left, top, right, bottom) of at most `crop` (h, w) in an image of `size` (h, w)."""
+    (h, w), (crop_h, crop_w) = size, crop
+    top = int(rng.integers(max(h - crop_h, 0), endpoint=True))
+    left = int(rng.integers(max(w - crop_w, 0), endpoint=True))
+    return left, top, min(left + crop_w, w), min(top + crop_h, h)
+
+
 def scaled_crop(
     image: Image.Image, size: tuple[int, int], box: tuple[int, int, int, int]
 ) -> Image.Image:
