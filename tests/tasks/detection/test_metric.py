@@ -22,7 +22,6 @@ from pale.tasks.detection.metric import (
     AveragePrecision,
     as_results,
     average_precision,
-    best_and_worst,
     image_score,
 )
 
@@ -218,9 +217,3 @@ def test_no_detections_give_zero_and_no_objects_are_an_error():
     crowds = [entry | {"iscrowd": 1} for entry in labels]
     with pytest.raises(ValueError, match="the validation set has no object"):
         metric.merge([(images, crowds, [], [])])
-
-
-def test_the_best_and_worst_images_are_kept():
-    scores = [{"index": i, "f1": float(i)} for i in range(40)]
-    kept = [s["index"] for s in best_and_worst(scores)]
-    assert kept == [39, 38, 37, 36, 35, 34, 5, 4, 3, 2, 1, 0]

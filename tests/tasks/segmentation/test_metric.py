@@ -7,11 +7,10 @@ from PIL import Image
 from torch import nn
 
 from pale.data.sources.class_list import IGNORED, palette
+from pale.tasks.gallery import SHOWN
 from pale.tasks.segmentation.draw import indexed, overlay
 from pale.tasks.segmentation.metric import (
-    SHOWN,
     MeanIoU,
-    best_and_worst,
     confusion,
     pack,
     scores,
@@ -114,11 +113,6 @@ def test_the_best_and_the_worst_images_are_kept_in_order():
     assert found[0]["miou"] == found[0]["aacc"] == 100
     image = batch(20)["images"][19]
     assert np.array_equal(unpack(found[-1]["prediction"]), image[0].numpy())
-
-
-def test_few_images_are_all_kept():
-    entries = [{"index": i, "miou": float(i)} for i in range(3)]
-    assert [entry["index"] for entry in best_and_worst(entries)] == [2, 1, 0]
 
 
 def test_the_table_has_a_row_for_each_class():

@@ -110,19 +110,3 @@ def require_drawable(found: object, size: tuple[int, int]) -> None:
             raise ValueError(f"bbox must be four numbers below {MAX_COORDINATE:g}")
         if (problem := rle.shape_problem(each.get("segmentation"), size)) is not None:
             raise ValueError(f"a shape that cannot be drawn: {problem}")
-
-
-def side_by_side(
-    image: Image.Image,
-    own: Sequence[Json],
-    found: Sequence[Json],
-    names: Sequence[str],
-    categories: Sequence[int],
-) -> Image.Image:
-    """Return the image, the image with labels, and the image with detections, next to each other."""
-    w, h = image.size
-    canvas = Image.new("RGB", (3 * w + 8, h), "white")
-    canvas.paste(image, (0, 0))
-    canvas.paste(overlay(image, own, names, categories), (w + 4, 0))
-    canvas.paste(overlay(image, found, names, categories), (2 * w + 8, 0))
-    return canvas

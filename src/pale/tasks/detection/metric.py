@@ -19,12 +19,12 @@ from ...data import rle
 from ...data.sources.instances import Instances
 from ...errors import DataError
 from ..base import Batch
+from ..gallery import best_and_worst
 from ..prediction import Json
 
 Kind = Literal["bbox", "segm"]
 FIGURES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 PREFIX: dict[Kind, str] = {"bbox": "box", "segm": "mask"}
-SHOWN = 6  # best images, and worst images
 MIN_SCORE = 0.3  # of detections that are shown, and that count for the score of an image
 
 
@@ -149,7 +149,7 @@ class AveragePrecision:
 
     def details(self) -> Json:
         """Return class names, the table of classes, and the best and worst images with their detections."""
-        shown = best_and_worst(self.scores)
+        shown = best_and_worst(self.scores, "f1")
         wanted = {s["index"] for s in shown}
         place = {image["id"]: image["index"] for image in self.images}
         by_image: dict[int, list[Json]] = {}
@@ -159,12 +159,6 @@ class AveragePrecision:
                 by_image.setdefault(index, []).append(found)
         gallery = [s | {"detections": by_image.get(s["index"], [])} for s in shown]
         return {"classes": self.names, "per_class": self.per_class(), "gallery": gallery}
-
-
-def best_and_worst(scores: list[Json]) -> list[Json]:
-    """Return the best and the worst images, best first."""
-    scores = sorted(scores, key=lambda s: (-s["f1"], s["index"]))
-    return scores if len(scores) <= 2 * SHOWN else scores[:SHOWN] + scores[-SHOWN:]
 
 
 def as_results(

@@ -37,10 +37,11 @@ from ...data.transforms.instances import (
 from ...data.transforms.masks import distort
 from ...errors import DataError
 from ..base import Batch, Evaluated, Task
+from ..gallery import side_by_side
 from ..pipeline import Pipeline
 from ..prediction import Json
 from .data import InstanceData
-from .draw import require_drawable, side_by_side
+from .draw import overlay, require_drawable
 from .inference import DetectionPipeline, Testing
 from .metric import FIGURES, MIN_SCORE, PREFIX, AveragePrecision
 from .model import DetectionModel
@@ -213,7 +214,8 @@ class DetectionTask(Task):
         own = source.instances(index).annotations(0, source.categories)
         image, found = source.image(index), entry["detections"]
         require_drawable(found, (image.height, image.width))
-        return side_by_side(image, own, found, self.classes, source.categories)
+        drawn = [overlay(image, each, self.classes, source.categories) for each in (own, found)]
+        return side_by_side([image, *drawn])
 
     def protocols(self) -> Mapping[str, Testing]:
         """Return the settings of inference."""

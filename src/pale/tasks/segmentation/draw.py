@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from ...data.sources.class_list import IGNORED, ClassList, Colour, Labels
+from ...data.sources.class_list import IGNORED, Colour, Labels
 
 INK, PAPER = (38, 42, 51), (250, 250, 247)
 MAX_LEGEND = 12  # classes in a legend
@@ -62,18 +62,6 @@ def _strips(h: int, w: int) -> Iterator[slice]:
     rows = max(1, STRIP // max(1, w))
     for top in range(0, h, rows):
         yield slice(top, min(top + rows, h))
-
-
-def side_by_side(
-    image: Image.Image, labels: Labels, guesses: Labels, classes: ClassList
-) -> Image.Image:
-    """Return image, labels over it and prediction over it, next to each other."""
-    w, h = image.size
-    canvas = Image.new("RGB", (3 * w + 8, h), "white")
-    canvas.paste(image, (0, 0))
-    canvas.paste(overlay(image, labels, classes.colours), (w + 4, 0))
-    canvas.paste(overlay(image, guesses, classes.colours), (2 * w + 8, 0))
-    return canvas
 
 
 def add_legend(image: Image.Image, colours: Mapping[str, Colour]) -> Image.Image:

@@ -17,10 +17,10 @@ from ...data.reading import open_image
 from ...data.sources.class_list import IGNORED, Labels
 from ...errors import DataError
 from ..base import Batch
+from ..gallery import best_and_worst
 from ..prediction import Json
 from .segmenter import Inference, Segmenter
 
-SHOWN = 6  # number of best images, and of worst images
 KEPT_SIDE = 320  # pixels of a kept prediction
 
 
@@ -82,7 +82,7 @@ class MeanIoU:
         present = matrix.sum(1) > 0
         score = float(scores(matrix)["iou"][present].mean())
         entry: Json = {"index": index, "miou": score, "aacc": summary(matrix)["aacc"]}
-        self.entries = best_and_worst([*self.entries, entry])
+        self.entries = best_and_worst([*self.entries, entry], "miou")
         if entry in self.entries:
             entry["prediction"] = pack(guesses.numpy())
 
@@ -94,7 +94,8 @@ class MeanIoU:
         """Return the figures over all processes."""
         self.matrix = torch.stack([matrix for matrix, _, _ in states]).sum(0)
         self.images = sum(images for _, images, _ in states)
-        self.entries = best_and_worst([entry for _, _, entries in states for entry in entries])
+        entries = [entry for _, _, entries in states for entry in entries]
+        self.entries = best_and_worst(entries, "miou")
         return summary(self.matrix) | {"images": float(self.images)}
 
     def table(self) -> list[Json]:
@@ -116,12 +117,6 @@ class MeanIoU:
             "gallery": self.entries,
             "inference": self.how.plain(),
         }
-
-
-def best_and_worst(entries: list[Json]) -> list[Json]:
-    """Return the best and the worst entries, the best first."""
-    entries = sorted(entries, key=lambda entry: (-entry["miou"], entry["index"]))
-    return entries if len(entries) <= 2 * SHOWN else entries[:SHOWN] + entries[-SHOWN:]
 
 
 def pack(labels: Labels) -> str:

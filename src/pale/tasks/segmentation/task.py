@@ -27,10 +27,11 @@ from ...data.transforms.images import normalise
 from ...data.transforms.masks import MaskAugment, MaskDataset, MaskEvalDataset, collate, distort
 from ...errors import DataError, SettingsError, WeightsError
 from ..base import Batch, Evaluated, Task, paper_note
+from ..gallery import side_by_side
 from ..pipeline import Pipeline
 from ..prediction import Json
 from .data import MaskData
-from .draw import side_by_side
+from .draw import overlay
 from .inference import SegmentationPipeline
 from .loss import Loss, balanced, keep_masks, pixel_loss
 from .metric import MeanIoU, unpack
@@ -222,7 +223,9 @@ class SegmentationTask(Task):
         """Return image, labels and prediction next to each other."""
         index = entry["index"]
         image, labels = self.val_source.image(index), self.val_source.mask(index)
-        return side_by_side(image, labels, unpack(entry["prediction"]), self.class_list)
+        shown = (labels, unpack(entry["prediction"]))
+        colours = self.class_list.colours
+        return side_by_side([image, *(overlay(image, each, colours) for each in shown)])
 
     def summary(self, found: Evaluated) -> str:
         """Return the figures of one protocol, and how images were segmented."""
