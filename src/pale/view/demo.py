@@ -6,8 +6,6 @@ example of the limits. Every prediction uses the preprocessing of `pale predict`
 
 from __future__ import annotations
 
-import base64
-import io
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from urllib.parse import quote
 
 from PIL import Image
 
+from ..core.data_urls import jpeg_data_url
 from ..core.escaping import escape_html
 from ..core.escaping import html_page as whole_page
 from ..data import rle
@@ -236,8 +235,5 @@ def _training(output: Path, run: Path) -> str:
 def _figure(image: Image.Image, max_width: int) -> str:
     image = image.convert("RGB")
     image.thumbnail((max_width, 4 * max_width))
-    content = io.BytesIO()
-    image.save(content, "JPEG", quality=90)
-    code = base64.b64encode(content.getvalue()).decode()
-    size = f"width={image.width} height={image.height}"
-    return f"<img src='data:image/jpeg;base64,{code}' {size} alt=''>"
+    url = jpeg_data_url(image, image.size, quality=90)
+    return f"<img src='{url}' width={image.width} height={image.height} alt=''>"

@@ -7,7 +7,6 @@ computes the attention of a point from these with `pages/attention.js`, which th
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from ..core.data_urls import jpeg_data_url
 from ..core.escaping import content_policy, escape_html
 from ..errors import SettingsError
 from .attention import (
@@ -141,11 +141,7 @@ def _cam_data(trace: AttentionTrace, number: int) -> list[str]:
 
 def jpeg_url(image: Image.Image) -> str:
     """Return a small copy of the image as a data URL."""
-    small = image.copy()
-    small.thumbnail((MAX_PHOTO, MAX_PHOTO))
-    content = io.BytesIO()
-    small.save(content, "JPEG", quality=88)
-    return "data:image/jpeg;base64," + base64.b64encode(content.getvalue()).decode()
+    return jpeg_data_url(image, (MAX_PHOTO, MAX_PHOTO), quality=88)
 
 
 def draw_attention(settings: AttentionSettings) -> tuple[AttentionTrace, Point]:

@@ -7,7 +7,7 @@ a few kB each, follow the colours of the page (light or dark) and show values in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -240,3 +240,25 @@ def _legend(chart: Chart) -> str:
         for i, each in enumerate(chart.series)
     )
     return f"<ul class=legend>{entries}</ul>"
+
+
+def draw_section(charts: Iterable[tuple[bool, Chart]], note: str = "") -> str:
+    """Return charts under a heading, "" if there are none.
+
+    Args:
+        charts: the charts, and whether each is shown without expanding.
+        note: HTML below the heading.
+    """
+    first: list[str] = []
+    others: list[str] = []
+    for prominent, chart in charts:
+        (first if prominent else others).append(draw(chart))
+    if not first and not others:
+        return ""
+    more = ""
+    if others:
+        more = (
+            f"<details><summary>More curves ({len(others)})</summary>"
+            f"<div class=charts>{''.join(others)}</div></details>"
+        )
+    return f"<h2>Curves</h2>{note}<div class=charts>{''.join(first)}</div>{more}"

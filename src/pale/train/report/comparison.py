@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...core.numbers import finite_number, format_number
-from .charts import Chart, Series, draw
+from .charts import Chart, Series, draw_section
 from .record import STEP_TITLES, RunRecord
 from .settings import MISSING, different_settings
 from .single import FIRST_CHARTS, best, figure_text, is_constant, progress
@@ -41,7 +41,7 @@ def comparison_page(runs: Sequence[RunRecord]) -> str:
         f"<h1>{len(every)} runs compared</h1>",
         _results(every),
         _settings(every),
-        _curves(every),
+        draw_section(_charts(every)),
         _classes(every),
         _environment(every),
     ]
@@ -111,22 +111,6 @@ def _settings(every: Sequence[Named]) -> str:
         summary = f"Settings that only some of the recipes have ({len(others)})"
         more = f"<details><summary>{summary}</summary>{table(head, others)}</details>"
     return f"<h2>Settings that differ</h2>{table(head, shared) if shared else ''}{more}"
-
-
-def _curves(every: Sequence[Named]) -> str:
-    first: list[str] = []
-    others: list[str] = []
-    for prominent, chart in _charts(every):
-        (first if prominent else others).append(draw(chart))
-    if not first and not others:
-        return ""
-    more = ""
-    if others:
-        more = (
-            f"<details><summary>More curves ({len(others)})</summary>"
-            f"<div class=charts>{''.join(others)}</div></details>"
-        )
-    return f"<h2>Curves</h2><div class=charts>{''.join(first)}</div>{more}"
 
 
 def _charts(every: Sequence[Named]) -> Iterator[tuple[bool, Chart]]:

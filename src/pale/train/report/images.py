@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 from PIL import Image
 
+from ...core.data_urls import jpeg_data_url
 from ...core.numbers import finite_number
 from ...recipes.schema import Recipe
 from ...tasks.base import Task
@@ -116,8 +115,4 @@ class Images:
 
 def embedded(image: Image.Image, side: int) -> str:
     """Return an image as a data URL, with at most `side` pixels per side."""
-    image = image.convert("RGB")
-    image.thumbnail((side, side))
-    content = io.BytesIO()
-    image.save(content, "JPEG", quality=85)
-    return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"
+    return jpeg_data_url(image, (side, side), quality=85)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ...core.numbers import finite_number, format_number
 from ...recipes.files import recipe_to_yaml
 from ...tasks.base import Task
-from .charts import Chart, Series, draw
+from .charts import Chart, Series, draw_section
 from .images import Images
 from .record import STEP_TITLES, RunRecord
 from .settings import different_settings
@@ -121,22 +121,10 @@ def _settings(run: RunRecord) -> str:
 
 
 def _curves(run: RunRecord) -> str:
-    first: list[str] = []
-    others: list[str] = []
-    for prominent, chart in charts(run):
-        (first if prominent else others).append(draw(chart))
-    if not first and not others:
-        return ""
     note = ""
     if (epoch := run.steps_per_epoch) is not None:
         note = f"<p>One epoch has {format_number(epoch)} steps.</p>"
-    more = ""
-    if others:
-        more = (
-            f"<details><summary>More curves ({len(others)})</summary>"
-            f"<div class=charts>{''.join(others)}</div></details>"
-        )
-    return f"<h2>Curves</h2>{note}<div class=charts>{''.join(first)}</div>{more}"
+    return draw_section(charts(run), note)
 
 
 def charts(run: RunRecord) -> Iterator[tuple[bool, Chart]]:
