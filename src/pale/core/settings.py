@@ -89,6 +89,14 @@ def vary(base: S, **changes: object) -> S:
     return base.parse(values)
 
 
+def find_value(settings: Settings, name: str) -> object:
+    """Return the value of a dotted name; None if there is no such setting."""
+    value: object = settings
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
 def read_value(text: str) -> Any:
     """Return the value of a setting that was typed, parsed as YAML; invalid YAML is returned as text.
 

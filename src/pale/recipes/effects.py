@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..core.settings import find_value
+
 if TYPE_CHECKING:
     from .schema import Recipe
 
@@ -85,7 +87,7 @@ def find_inactive(recipe: Recipe, names: Iterable[str]) -> list[str]:
     default = type(recipe)()
     found = []
     for name in names:
-        if name not in ALWAYS_CHECKED and _value(recipe, name) == _value(default, name):
+        if name not in ALWAYS_CHECKED and find_value(recipe, name) == find_value(default, name):
             continue
         for rule in recipe.inactive_rules:
             if name in rule.names and rule.when(recipe):
@@ -101,10 +103,3 @@ def setting_names(changes: Mapping[str, object]) -> Iterator[str]:
             yield from setting_names({f"{name}.{inner}": each for inner, each in value.items()})
         else:
             yield name
-
-
-def _value(recipe: Recipe, name: str) -> Any:
-    value: Any = recipe
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from ..core.settings import Settings, dotted_names
+from ..core.settings import Settings, dotted_names, find_value
 from ..errors import SettingsError
 from ..tasks import TASKS
 from ..tasks.base import Task
@@ -328,11 +328,8 @@ class Recipe(Settings):
                 raise SettingsError(
                     f"required must list settings, got {name!r}; correct or remove it"
                 )
-            value: Any = self
-            for part in name.split("."):
-                value = getattr(value, part)
             pointless = any(name in r.names and r.when(self) for r in self.inactive_rules)
-            if value is None and not pointless:
+            if find_value(self, name) is None and not pointless:
                 hint = REQUIRED_HINTS.get(name, "")
                 raise SettingsError(
                     f"the recipe {self.name} needs {name}; give --{name} VALUE{hint}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ..core.memory import Memory, short_reason
+from ..core.settings import find_value
 from ..errors import MemoryShortageError
 from ..recipes.schema import Recipe
 from .distributed import World
@@ -83,10 +83,7 @@ def _smaller_settings(recipe: Recipe, world: World) -> list[str]:
     if world.size > 1 and recipe.parallel == "ddp":
         ways.append("--parallel fsdp (now ddp)")
     for name in IMAGE_SIZES:
-        value: Any = recipe
-        for part in name.split("."):
-            value = getattr(value, part, None)
-        if value is not None:
+        if (value := find_value(recipe, name)) is not None:
             ways.append(f"smaller images, --{name} (now {value})")
             break
     return ways
