@@ -69,14 +69,24 @@ COMMON = (
         "without model.weights; set it, or remove this",
     ),
 )
+HOLD_OUT = (
+    InactiveSettings(
+        ("data.val",),
+        lambda r: r.data.hold_out > 0,
+        "while data.hold_out validates on a part of the training set; remove one of them",
+    ),
+    InactiveSettings(
+        ("data.hold_out_by",),
+        lambda r: not r.data.hold_out,
+        "while data.hold_out is 0; set it, or remove this",
+    ),
+)
 # Reasons that several tasks share.
 ONLY_SCENES = "unless data.kind is scenes; set it, or remove this"
 NOT_SCENES = "while data.kind is scenes, which are generated; set data.kind, or remove this"
 LABEL_FILES = (
     "while data.kind is yolo or voc, which have a fixed layout; set only data.root and the splits"
 )
-NOT_HELD_OUT = "while data.hold_out is 0; set it, or remove this"
-HELD_OUT = "while data.hold_out validates on a part of the training set; remove one of them"
 WHOLE = "while {0}.mode is whole; also set {0}.mode=slide, or remove this"
 # A user who gives these expects an effect even of the default value.
 ALWAYS_CHECKED = frozenset({"epochs", "warmup_epochs"})

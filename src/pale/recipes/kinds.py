@@ -29,15 +29,14 @@ from ..tasks.segmentation.segmenter import MULTI_SCALES, Inference
 from ..tasks.segmentation.task import SegmentationTask
 from .effects import (
     COMMON,
-    HELD_OUT,
+    HOLD_OUT,
     LABEL_FILES,
-    NOT_HELD_OUT,
     NOT_SCENES,
     ONLY_SCENES,
     WHOLE,
     InactiveSettings,
 )
-from .schema import Optim, Recipe
+from .schema import BatchSize, Epochs, EvalEvery, Optim, OptimSettings, Recipe, Steps, WarmupSteps
 
 
 class Classification(Recipe):
@@ -87,8 +86,7 @@ class Classification(Recipe):
             lambda r: r.data.kind == "scenes" and r.data.mix is None,
             NOT_SCENES,
         ),
-        InactiveSettings(("data.val",), lambda r: r.data.hold_out > 0, HELD_OUT),
-        InactiveSettings(("data.hold_out_by",), lambda r: not r.data.hold_out, NOT_HELD_OUT),
+        *HOLD_OUT,
         InactiveSettings(
             ("data.balanced", "data.check", "data.unreadable"),
             lambda r: r.data.is_mixture,
@@ -202,34 +200,22 @@ class Segmentation(Recipe):
             lambda r: r.data.kind == "voc" and r.data.classes is None,
             "while data.kind is voc, which has a class list; set it only for other classes",
         ),
-        InactiveSettings(("data.val",), lambda r: r.data.hold_out > 0, HELD_OUT),
-        InactiveSettings(("data.hold_out_by",), lambda r: not r.data.hold_out, NOT_HELD_OUT),
+        *HOLD_OUT,
     )
 
     kind: Literal["segmentation"] = Field(default="segmentation", description="task")
-    steps: int | None = Field(
-        default=160_000, ge=1, description="length of the run in steps; replaces epochs"
-    )
-    warmup_steps: int | None = Field(
-        default=1500, ge=0, description="length of the warm-up in steps; replaces warmup_epochs"
-    )
-    batch: int = Field(
-        default=16, ge=1, description="images per step, over all processes and accumulated parts"
-    )
-    eval_every: int = Field(
-        default=13, ge=1, description="epochs between evaluations; the end of the run is always one"
-    )
-    optim: Optim = Field(
-        default=Optim(
-            lr=6e-5,
-            lr_batch=16,
-            min_lr=0,
-            warmup_lr=6e-11,
-            weight_decay=0.01,
-            schedule="linear",
-            clip=None,
-        ),
-        description="optimizer and learning rate",
+    steps: Steps = 160_000
+    warmup_steps: WarmupSteps = 1500
+    batch: BatchSize = 16
+    eval_every: EvalEvery = 13
+    optim: OptimSettings = Optim(
+        lr=6e-5,
+        lr_batch=16,
+        min_lr=0,
+        warmup_lr=6e-11,
+        weight_decay=0.01,
+        schedule="linear",
+        clip=None,
     )
     model: SegmentationModel = Field(
         default=SegmentationModel(), description="network and its first weights"
@@ -310,29 +296,21 @@ class Detection(Recipe):
             lambda r: r.data.kind in ("yolo", "voc"),
             LABEL_FILES,
         ),
-        InactiveSettings(("data.val",), lambda r: r.data.hold_out > 0, HELD_OUT),
-        InactiveSettings(("data.hold_out_by",), lambda r: not r.data.hold_out, NOT_HELD_OUT),
+        *HOLD_OUT,
     )
 
     kind: Literal["detection"] = Field(default="detection", description="task")
-    epochs: int = Field(default=12, ge=1, description="length of the run in epochs")
-    warmup_steps: int | None = Field(
-        default=500, ge=0, description="length of the warm-up in steps; replaces warmup_epochs"
-    )
-    batch: int = Field(
-        default=16, ge=1, description="images per step, over all processes and accumulated parts"
-    )
-    optim: Optim = Field(
-        default=Optim(
-            lr=1e-4,
-            lr_batch=16,
-            min_lr=0,
-            warmup_lr=1e-7,
-            weight_decay=0.001,
-            schedule="steps",
-            clip=None,
-        ),
-        description="optimizer and learning rate",
+    epochs: Epochs = 12
+    warmup_steps: WarmupSteps = 500
+    batch: BatchSize = 16
+    optim: OptimSettings = Optim(
+        lr=1e-4,
+        lr_batch=16,
+        min_lr=0,
+        warmup_lr=1e-7,
+        weight_decay=0.001,
+        schedule="steps",
+        clip=None,
     )
     model: DetectionModel = Field(
         default=DetectionModel(), description="network and its first weights"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -112,6 +112,25 @@ REQUIRED_HINTS = {
 }
 
 
+# Settings whose default depends on the task.
+Epochs = Annotated[int, Field(ge=1, description="length of the run in epochs")]
+Steps = Annotated[
+    int | None, Field(ge=1, description="length of the run in steps; replaces epochs")
+]
+WarmupSteps = Annotated[
+    int | None,
+    Field(ge=0, description="length of the warm-up in steps; replaces warmup_epochs"),
+]
+BatchSize = Annotated[
+    int, Field(ge=1, description="images per step, over all processes and accumulated parts")
+]
+EvalEvery = Annotated[
+    int,
+    Field(ge=1, description="epochs between evaluations; the end of the run is always one"),
+]
+OptimSettings = Annotated[Optim, Field(description="optimizer and learning rate")]
+
+
 class Recipe(Settings):
     """Settings that all tasks share; the training loop reads only these."""
 
@@ -124,27 +143,19 @@ class Recipe(Settings):
 
     name: str = Field(default="unnamed", description="name of the recipe")
     about: str = Field(default="", description="one-line description of the recipe")
-    epochs: int = Field(default=300, ge=1, description="length of the run in epochs")
+    epochs: Epochs = 300
     warmup_epochs: float = Field(
         default=20, ge=0, description="length of the learning rate warm-up in epochs"
     )
-    steps: int | None = Field(
-        default=None, ge=1, description="length of the run in steps; replaces epochs"
-    )
-    warmup_steps: int | None = Field(
-        default=None, ge=0, description="length of the warm-up in steps; replaces warmup_epochs"
-    )
+    steps: Steps = None
+    warmup_steps: WarmupSteps = None
     min_steps: int | None = Field(
         default=None,
         ge=1,
         description="fit the run to the dataset: add epochs up to this number of steps, use no batch larger than the "
         "dataset, and evaluate about 12 times; null: do not",
     )
-    batch: int = Field(
-        default=1024,
-        ge=1,
-        description="images per step, over all processes and accumulated parts",
-    )
+    batch: BatchSize = 1024
     accumulate: int = Field(
         default=1,
         ge=1,
@@ -183,14 +194,12 @@ class Recipe(Settings):
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop", description="stop at a NaN or Inf loss or gradient, or skip the step"
     )
-    eval_every: int = Field(
-        default=1, ge=1, description="epochs between evaluations; the end of the run is always one"
-    )
+    eval_every: EvalEvery = 1
     log_every: int = Field(default=10, ge=1, description="steps between two log entries")
     tensorboard: bool = Field(
         default=False, description="also write the log for TensorBoard, in the run folder"
     )
-    optim: Optim = Field(default=Optim(), description="optimizer and learning rate")
+    optim: OptimSettings = Optim()
     saving: Saving = Field(default=Saving(), description="checkpoints")
     reported: Reported | None = Field(default=None, description="results that the paper reports")
     required: tuple[str, ...] = Field(
