@@ -216,13 +216,13 @@ def save_probe(
     write_file(path, lambda temporary: save_weights(temporary, model.state_dict(), stated))
 
 
-def fit(x: Tensor, y: Tensor, classes: int, strength: float, steps: int = 100) -> nn.Linear:
+def fit(x: Tensor, y: Tensor, classes: int, strength: float) -> nn.Linear:
     """Fit multinomial logistic regression with a squared penalty; the loss is convex, so the start does not matter."""
     layer = nn.Linear(x.shape[1], classes)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     optimizer = torch.optim.LBFGS(
-        layer.parameters(), max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-6
+        layer.parameters(), max_iter=100, line_search_fn="strong_wolfe", tolerance_grad=1e-6
     )
 
     def closure() -> Tensor:

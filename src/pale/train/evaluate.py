@@ -131,10 +131,9 @@ def evaluate_weights(
     batch: int = 1,
     workers: int | None = None,
     sample: Sample | None = None,
-    dtype: torch.dtype | None = None,
     track: Track = no_progress,
 ) -> Iterator[Evaluated]:
-    """Build the model, load the weights, and evaluate each protocol; every process gets the same results.
+    """Build the model, load the weights, and evaluate each protocol in float32; every process gets the same results.
 
     Args:
         recipe: recipe of the weights, without weights to start from (`recipes.stored.without_start`).
@@ -145,7 +144,6 @@ def evaluate_weights(
         batch: images per batch.
         workers: reading processes; None: as in the recipe.
         sample: evaluate some of the images only.
-        dtype: dtype of mixed precision; None: float32.
         track: shows progress.
     """
     task = recipe.task(weights.about.get("classes") or recipe.task_class.listed_classes(recipe))
@@ -159,7 +157,7 @@ def evaluate_weights(
     for name, how in task.protocols().items():
         if protocol in ("both", name) or not name:
             evaluation = Evaluation(task, world, batch, workers, only=only, protocol=name)
-            figures, metric = evaluation.run(model, dtype, track)
+            figures, metric = evaluation.run(model, None, track)
             yield Evaluated(name, figures, metric, how, task, paper)
 
 

@@ -105,7 +105,9 @@ def test_valid_shapes_have_no_problem(shape):
 def test_pasted_masks_fill_their_box_and_nothing_else():
     ones = np.ones((3, 28, 28), np.float32)
     boxes = np.array([[10.0, 20, 50, 80], [-20, -20, 15, 15], [90, 90, 90, 95]])
-    full, cut, empty = rle.paste_masks(ones, boxes, (100, 100))
+    full, cut, empty = (
+        rle.paste_mask(mask, box, (100, 100)) for mask, box in zip(ones, boxes, strict=True)
+    )
     assert full[20:80, 10:50].all()
     assert full.sum() == 40 * 60
     assert cut[:15, :15].all()
@@ -123,7 +125,7 @@ def test_pasting_is_bilinear_like_grid_sample(seed):
     y = (torch.arange(40) + 0.5 - top) / h * 2 - 1
     grid = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1)[None].float()
     expected = F.grid_sample(torch.from_numpy(mask)[None, None], grid, align_corners=False)[0, 0]
-    found = rle.paste_masks(mask[None], np.array([[left, top, left + w, top + h]]), (40, 50))[0]
+    found = rle.paste_mask(mask, np.array([left, top, left + w, top + h]), (40, 50))
     sure = (expected - 0.5).abs().numpy() > 1e-3
     assert np.array_equal(found[sure], (expected >= 0.5).numpy()[sure])
 

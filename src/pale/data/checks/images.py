@@ -30,6 +30,7 @@ SMALL = 32  # pixels of the short side below which an image is reported
 LONG = 4.0  # ratio of the sides above which a centre crop loses most of the image
 FEW = 5  # images of a training class below which it is reported
 UNEVEN = 10  # ratio of the largest to the smallest class above which it is reported
+COLUMNS = 8  # images of a class on the contact sheet
 TILE = 96  # pixels of an image on the contact sheet
 TITLE = 14  # pixels of a class name on the contact sheet
 
@@ -333,18 +334,18 @@ def _readers(root: Path, split: str) -> dict[str, list[Reader]]:
     }
 
 
-def draw_contact_sheet(root: Path, split: str, path: Path, columns: int = 8, rows: int = 12) -> str:
+def draw_contact_sheet(root: Path, split: str, path: Path, rows: int = 12) -> str:
     """Draw a row of images for each of the first classes, and return which classes these are."""
     readers = _readers(root, split)
     classes = list(readers)[:rows]
-    canvas = Image.new("RGB", (columns * TILE, len(classes) * (TILE + TITLE)), "white")
+    canvas = Image.new("RGB", (COLUMNS * TILE, len(classes) * (TILE + TITLE)), "white")
     draw = ImageDraw.Draw(canvas)
     for row, label in enumerate(classes):
         top = row * (TILE + TITLE)
         draw.text((2, top), label, fill="black")
         images = readers[label]
         # Spread over the class, because consecutive images are often similar.
-        chosen = np.linspace(0, len(images) - 1, min(columns, len(images))).astype(int)
+        chosen = np.linspace(0, len(images) - 1, min(COLUMNS, len(images))).astype(int)
         for column, i in enumerate(chosen):
             try:
                 image = images[i]()

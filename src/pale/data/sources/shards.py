@@ -71,20 +71,19 @@ def write_shards(
     folder: Path,
     split: str,
     shard_bytes: int,
-    seed: int = 0,
     track: Track = no_progress,
 ) -> list[Path]:
     """Write a source as shards `<split>-000000.tar` ... of about `shard_bytes`, and their index.
 
-    Files are copied unchanged, in an order drawn from `seed`, so that classes are mixed for sequential readers. The
-    same source gives the same bytes.
+    Files are copied unchanged, in random order, so that classes are mixed for sequential readers. The same source gives
+    the same bytes.
     """
     if list(folder.glob(f"{split}-*.tar")) or (folder / f"{split}.npz").exists():
         raise ValueError(f"{folder} contains shards of {split} already; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     try:
-        _write_tars(source, folder, split, shard_bytes, seed, track, paths)
+        _write_tars(source, folder, split, shard_bytes, track, paths)
         save_index(folder, split, build_index(paths, source.classes))
     except (OSError, UnreadableImageError) as error:
         for path in paths:  # an incomplete set would look like a complete one
@@ -105,12 +104,11 @@ def _write_tars(
     folder: Path,
     split: str,
     shard_bytes: int,
-    seed: int,
     track: Track,
     paths: list[Path],
 ) -> None:
     """Write the shards; the path of each is added to `paths` before it is written."""
-    order = np.random.default_rng(seed).permutation(len(source))
+    order = np.random.default_rng(0).permutation(len(source))
     remaining = [int(i) for i in order[::-1]]
     steps = track(range(len(source)), f"packing {split}", len(source))
     while remaining:

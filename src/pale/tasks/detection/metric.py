@@ -6,7 +6,7 @@ processes are concatenated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -82,7 +82,11 @@ class AveragePrecision:
     """
 
     def __init__(
-        self, names: Sequence[str], categories: Sequence[int], masks: bool, image_id: Any = int
+        self,
+        names: Sequence[str],
+        categories: Sequence[int],
+        masks: bool,
+        image_id: Callable[[int], int],
     ) -> None:
         self.names, self.categories, self.masks = list(names), list(categories), masks
         self.image_id = image_id
@@ -190,9 +194,7 @@ def as_results(
             "score": scores[i],
         }
         if masks is not None:
-            entry["segmentation"] = rle.encode(
-                rle.paste_masks(masks[i : i + 1], boxes[i : i + 1], own)[0]
-            )
+            entry["segmentation"] = rle.encode(rle.paste_mask(masks[i], boxes[i], own))
         out.append(entry)
     return out
 

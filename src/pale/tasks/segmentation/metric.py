@@ -59,8 +59,8 @@ def summary(matrix: Tensor) -> dict[str, float]:
 class MeanIoU:
     """Segments each image at its own size and counts pixels."""
 
-    def __init__(self, names: Sequence[str], how: Inference, keep: bool = True) -> None:
-        self.names, self.how, self.keep = list(names), how, keep
+    def __init__(self, names: Sequence[str], how: Inference) -> None:
+        self.names, self.how = list(names), how
         self.matrix = torch.zeros(len(names), len(names), dtype=torch.int64)
         self.images = 0
         self.entries: list[Json] = []
@@ -74,7 +74,7 @@ class MeanIoU:
             matrix = confusion(mask, guesses, len(self.names))
             self.matrix += matrix
             self.images += 1
-            if self.keep and matrix.sum():
+            if matrix.sum():
                 self._remember(int(key[1]), matrix, guesses)
 
     def _remember(self, index: int, matrix: Tensor, guesses: Tensor) -> None:

@@ -82,13 +82,13 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return means
 
 
-def thin(points: Sequence[Point], buckets: int = DRAWN) -> list[Point]:
+def thin(points: Sequence[Point]) -> list[Point]:
     """Return at most two points of each bucket, its smallest and its largest, and the first and last of all."""
-    if len(points) <= 2 * buckets:
+    if len(points) <= 2 * DRAWN:
         return list(points)
     kept = [points[0]]
-    for i in range(buckets):
-        part = points[i * len(points) // buckets : (i + 1) * len(points) // buckets]
+    for i in range(DRAWN):
+        part = points[i * len(points) // DRAWN : (i + 1) * len(points) // DRAWN]
         low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
         kept += sorted({low, high})
     return [*kept, points[-1]]

@@ -38,9 +38,9 @@ def verify_files(folder: Path | None = None) -> list[FileCheck]:
     return found
 
 
-def require_intact(path: Path, folder: Path | None = None) -> None:
-    """Raise `WeightsError` if a file of the folder differs from the index; files elsewhere have no entry."""
-    folder = folder or index.FOLDER
+def require_intact(path: Path) -> None:
+    """Raise `WeightsError` if a file of the zoo differs from the index; files elsewhere have no entry."""
+    folder = index.FOLDER
     if path.resolve().parent != folder.resolve():
         return
     entry = next((each for each in list_entries(folder) if each.file == path.name), None)

@@ -194,9 +194,9 @@ def find_file(name: str, folder: Path | None = None) -> Path | None:
     return None
 
 
-def default_name(task: str, folder: Path | None = None) -> str | None:
+def default_name(task: str) -> str | None:
     """Return the first name, in alphabetical order, of weights for a task, or None."""
-    return next((entry.name for entry in list_entries(folder) if entry.task == task), None)
+    return next((entry.name for entry in list_entries() if entry.task == task), None)
 
 
 def best_start(task: str, model: str, folder: Path | None = None) -> str | None:
