@@ -9,7 +9,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ..core.escaping import escape_message as escaped
 from ..core.memory import command_shortage, exhausted_memory
@@ -75,7 +74,7 @@ def parse(words: Sequence[str]) -> Command:
     first = (words[1:2] or [""])[0]
     if words[:1] == ["bench"] and first not in (*parser.commands["bench"].commands, "-h", "--help"):
         words = ["bench", "models", *words[1:]]
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, object] = {}
     _, leaf = descend(parser, words)
     if (prefix := leaf.settings) is not None and not {"-h", "--help"} & set(words):
         words, overrides = split_overrides(words, leaf.option_strings)
@@ -93,7 +92,9 @@ def parse(words: Sequence[str]) -> Command:
     return command.from_namespace(parsed, typed, overrides)
 
 
-def split_overrides(words: Sequence[str], known: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
+def split_overrides(
+    words: Sequence[str], known: Iterable[str]
+) -> tuple[list[str], dict[str, object]]:
     """Separate settings, `--name value` or `--name=value`, from the words that the parser knows.
 
     Args:
@@ -106,7 +107,7 @@ def split_overrides(words: Sequence[str], known: Iterable[str]) -> tuple[list[st
     from ..core.settings import read_value  # imported here, for a fast `pale --help`
 
     rest: list[str] = []
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, object] = {}
     remaining, known = iter(words), set(known)
     for word in remaining:
         name, equals, value = word.partition("=")

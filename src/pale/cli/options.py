@@ -54,7 +54,7 @@ class Command:
     settings: ClassVar[str | None] = None
 
     typed: str = "pale"
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, object] = field(default_factory=dict)
 
     def __init_subclass__(cls, name: str = "", settings: str | None = None) -> None:
         super().__init_subclass__()
@@ -75,7 +75,7 @@ class Command:
 
     @classmethod
     def from_namespace(
-        cls, parsed: argparse.Namespace, typed: str, overrides: dict[str, Any]
+        cls, parsed: argparse.Namespace, typed: str, overrides: dict[str, object]
     ) -> Self:
         """Return the command with the values that argparse read."""
         hints, values = get_type_hints(cls), {}

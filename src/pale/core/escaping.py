@@ -12,7 +12,6 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from html import escape
-from typing import Any
 
 # Characters that reverse the direction of the text after them: "gpj.exe" is displayed as "exe.jpg".
 BIDIRECTIONAL = frozenset(
@@ -63,7 +62,7 @@ def escape_html(text: object) -> str:
     return escape(escape_controls(text, keep="\n\t"), quote=True)
 
 
-def csv_cell(value: object) -> Any:
+def csv_cell(value: object) -> object:
     """Return a cell that no spreadsheet interprets as a formula; numbers stay numbers."""
     if not isinstance(value, str):
         return value
@@ -72,7 +71,7 @@ def csv_cell(value: object) -> Any:
     return f"'{value}" if value.startswith(FORMULA) and not NUMBER.fullmatch(value) else value
 
 
-def csv_row(cells: Iterable[object]) -> list[Any]:
+def csv_row(cells: Iterable[object]) -> list[object]:
     """Return a row for `csv.writer`, each cell escaped by `csv_cell`."""
     return [csv_cell(cell) for cell in cells]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from .json_types import Json
 from .plain_yaml import load_yaml
 
 S = TypeVar("S", bound="Settings")
@@ -52,7 +53,7 @@ class Settings(BaseModel):
         except ValidationError as error:
             raise ValueError(_explain(cls, error)) from None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> Json:
         """Return the values as YAML and JSON store them."""
         return self.model_dump(mode="json")
 
@@ -97,7 +98,7 @@ def find_value(settings: Settings, name: str) -> object:
     return value
 
 
-def read_value(text: str) -> Any:
+def read_value(text: str) -> object:
     """Return the value of a setting that was typed, parsed as YAML; invalid YAML is returned as text.
 
     "@FILE" stands for the content of a YAML file.
@@ -115,7 +116,7 @@ def read_value(text: str) -> Any:
     return text if is_placeholder else value
 
 
-def _read_value_file(path: Path) -> Any:
+def _read_value_file(path: Path) -> object:
     if path.exists() and not path.is_file():  # reading a FIFO would wait
         raise ValueError(f"@{path} is not a regular file; give a YAML file with the value")
     try:

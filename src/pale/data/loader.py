@@ -7,12 +7,15 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -25,6 +28,7 @@ from .stream import Key
 from .transforms.images import TrainTransform, Transform
 
 MAX_PIPE_BYTES = 1 << 16  # largest tensor that workers send by value; the capacity of a Linux pipe
+Batch: TypeAlias = dict[str, Any]  # tensors and others by name
 # Image, class and key; with token labels also their probabilities and classes, and the places of the crop.
 Sample = tuple[Any, ...]
 
@@ -66,7 +70,7 @@ class ImageDataset(Dataset[Sample]):
         return pixels, label, key, *self.token_labels(index), torch.from_numpy(places)
 
 
-def collate(samples: list[Sample]) -> dict[str, Any]:
+def collate(samples: list[Sample]) -> Batch:
     """Stack samples: images uint8 (b, 3, h, w), channels last in memory, labels (b,), keys (b, 2).
 
     With token labels also token_scores and token_classes (b, k, h, w) and places (b, 2, 3).
@@ -76,7 +80,9 @@ def collate(samples: list[Sample]) -> dict[str, Any]:
     return {"images": stacked.permute(0, 3, 1, 2)} | collate_labels(*others)
 
 
-def collate_labels(labels: Any, keys: Any, *tokens: Any) -> dict[str, Any]:
+def collate_labels(
+    labels: Sequence[int], keys: Sequence[Key], *tokens: tuple[Tensor, ...]
+) -> Batch:
     """Stack everything of a batch except the images."""
     names = ("token_scores", "token_classes", "places")
     rest = {name: torch.stack(part) for name, part in zip(names, tokens, strict=False)}
@@ -86,11 +92,11 @@ def collate_labels(labels: Any, keys: Any, *tokens: Any) -> dict[str, Any]:
 def make_loader(
     data: Dataset[Any],
     sampler: Sampler[list[Key]],
-    collate_fn: Callable[[list[Any]], Any],
+    collate_fn: Callable[[list[Any]], Batch],
     workers: int,
     pin: bool,
     persistent: bool = False,
-) -> DataLoader[Any]:
+) -> DataLoader[Batch]:
     """Build a loader over batches of keys; its batches do not depend on the number of workers.
 
     Args:
@@ -117,14 +123,14 @@ def make_loader(
     )
 
 
-class PipeBatch(dict[str, Any]):
+class PipeBatch(Batch):
     """A batch whose small tensors are pickled by value; it is unpickled as a plain dict.
 
     PyTorch sends each tensor as a file descriptor of shared memory. For labels and keys of a few kB, opening and
     mapping it costs the main process more than copying the bytes through the pipe of the worker.
     """
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         arrays = {name: value.numpy() for name, value in self.items() if _is_small(value)}
         return _join_batch, ({n: v for n, v in self.items() if n not in arrays}, arrays, [*self])
 
@@ -139,13 +145,13 @@ def _is_small(value: object) -> bool:
     )
 
 
-def _join_batch(rest: dict[str, Any], arrays: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _join_batch(rest: Batch, arrays: dict[str, NDArray[np.generic]], names: list[str]) -> Batch:
     return {
         name: torch.from_numpy(arrays[name]) if name in arrays else rest[name] for name in names
     }
 
 
-def _collate_for_pipe(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+def _collate_for_pipe(collate_fn: Callable[[list[Any]], Batch], samples: list[Any]) -> Batch:
     batch = collate_fn(samples)
     return PipeBatch(batch) if type(batch) is dict else batch
 
@@ -164,7 +170,7 @@ def ignore_signals(worker: int) -> None:
 
 
 _iterators: WeakSet[Any] = WeakSet()
-_workers: WeakSet[Any] = WeakSet()
+_workers: WeakSet[BaseProcess] = WeakSet()
 
 
 def _stop_workers() -> None:
@@ -177,7 +183,7 @@ def _stop_workers() -> None:
             worker.kill()
 
 
-class Prefetcher(Iterator[Any]):
+class Prefetcher(Iterator[Batch]):
     """Iterate over prepared batches; `fetch` prepares some in advance and reports their errors.
 
     Args:
@@ -185,14 +191,14 @@ class Prefetcher(Iterator[Any]):
         prepare: called with each batch; may raise, too.
     """
 
-    def __init__(self, batches: Iterator[Any], prepare: Callable[[Any], Any]) -> None:
-        self.batches, self.prepare, self.ready = batches, prepare, deque[Any]()
+    def __init__(self, batches: Iterator[Batch], prepare: Callable[[Batch], Batch]) -> None:
+        self.batches, self.prepare, self.ready = batches, prepare, deque[Batch]()
         self.waited = 0.0  # seconds spent waiting for `batches`
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         return self.ready.popleft() if self.ready else self._next_prepared()
 
-    def _next_prepared(self) -> Any:
+    def _next_prepared(self) -> Batch:
         start = time.perf_counter()
         try:
             batch = next(self.batches)
@@ -210,7 +216,7 @@ class Prefetcher(Iterator[Any]):
         return None
 
 
-def iterate_batches(loader: DataLoader[Any]) -> Iterator[Any]:
+def iterate_batches(loader: DataLoader[Any]) -> Iterator[Batch]:
     """Yield the batches of a loader; an error in a worker becomes a `DataError` of one line, without a traceback."""
     try:
         iterator: Any = iter(loader)

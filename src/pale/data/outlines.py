@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 Points = NDArray[np.int64]  # (n, 2): x, y of pixel corners
 
 
-def outlines(mask: NDArray[Any]) -> list[Points]:
+def outlines(mask: NDArray[np.bool_] | NDArray[np.integer]) -> list[Points]:
     """Return the closed outlines of a mask (h, w), of parts and of holes, each without a repeated last point."""
     inside = np.pad(mask > 0, 1)
     a, b, c, d = inside[:-1, :-1], inside[:-1, 1:], inside[1:, :-1], inside[1:, 1:]

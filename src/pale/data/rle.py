@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.json_types import Json
 from .transforms.resizing import scaled_mask
 
 # Total length of the outlines of a shape, in sides of the image. Drawing takes about 60 bytes per pixel of outline.
@@ -110,7 +111,7 @@ def _cut(points: NDArray[np.float64], axis: int, sign: float, bound: float) -> N
 
 def _encode_polygons(
     shape: Sequence[Sequence[float]], size: tuple[int, int], to: tuple[int, int]
-) -> Any:
+) -> Json:
     """Draw polygons of an image of `size` at the size `to` and return their RLE."""
     tool, scale = codec(), np.array([to[1] / size[1], to[0] / size[0]])
     parts = [clip_polygon(polygon, size) for polygon in shape]
@@ -192,14 +193,14 @@ def draw(shape: Shape, size: tuple[int, int], to: tuple[int, int] | None = None)
     return mask if mask.shape == to else scaled_mask(mask, to)
 
 
-def compress(shape: dict[str, Any]) -> dict[str, Any]:
+def compress(shape: Json) -> Json:
     """Return an RLE with compressed counts (a string), which all tools read."""
     if isinstance(shape["counts"], list):
         return codec().frPyObjects(shape, *shape["size"])
     return shape
 
 
-def encode(mask: Mask) -> dict[str, Any]:
+def encode(mask: Mask) -> Json:
     """Return the RLE of a mask (h, w), ready for JSON."""
     code = codec().encode(np.asfortranarray(mask, np.uint8))
     counts = code["counts"]
@@ -209,7 +210,7 @@ def encode(mask: Mask) -> dict[str, Any]:
     }
 
 
-def box_of(mask: NDArray[Any]) -> tuple[int, int, int, int] | None:
+def box_of(mask: NDArray[np.generic]) -> tuple[int, int, int, int] | None:
     """Return left, top, right, bottom of the nonzero pixels, right and bottom exclusive; None for an empty mask."""
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     if not len(rows):

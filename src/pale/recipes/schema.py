@@ -269,7 +269,7 @@ class Recipe(Settings):
         """
         if self.min_steps is None:
             return self, []
-        changes: dict[str, Any] = {}
+        changes: dict[str, int] = {}
         notes = []
         if self.batch > samples:
             changes["batch"] = max(samples // parts, 1) * parts

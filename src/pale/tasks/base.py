@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -33,12 +33,12 @@ from torch.utils.data import Dataset, default_collate
 from ..core.console import Table
 from ..core.numbers import format_number
 from ..core.settings import Settings
+from ..data.loader import Batch as Batch
 from ..data.sources.identity import DataIdentity, identify
 from ..data.stream import Part
 from .pipeline import Pipeline
 from .prediction import Json
 
-Batch: TypeAlias = dict[str, Any]  # tensors and others by name
 VAL_SEED = 2**31  # seed of generated validation scenes: larger than every training seed
 
 
@@ -133,7 +133,7 @@ class Task(ABC):
         """
         return (0,)
 
-    def phase_data(self, data: Any, step: int, steps: int) -> Any:
+    def phase_data(self, data: Dataset[Any], step: int, steps: int) -> Dataset[Any]:
         """Return the training set for the phase that starts at a step, based on that of `train_data`."""
         return data
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from ..data.sources.masks import MASK_SUFFIXES
 from ..data.sources.paths import walk_files
 from ..errors import DataError, SettingsError
 
-HOLD_OUT: dict[str, Any] = {"data.hold_out": 0.2, "data.hold_out_by": "name"}
+HOLD_OUT: dict[str, object] = {"data.hold_out": 0.2, "data.hold_out_by": "name"}
 MAX_CLASSES = 64  # that are read from the values of masks
 CLASS_LISTS = ("classes.txt", "labels.txt")
 PATTERNS = ("annotations/instances_{split}.json", "annotations/{split}.json", "{split}.json")
@@ -37,7 +36,7 @@ class Layout:
     """
 
     kind: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -74,7 +73,7 @@ def _recognise(root: Path | None, given: Mapping[str, object]) -> Layout:
     if (found := _annotations(root)) is not None:
         return found
     if (form := detect_format(root)) is not None:
-        settings: dict[str, Any] = {"data.kind": form, "model.heads.masks": False}
+        settings: dict[str, object] = {"data.kind": form, "model.heads.masks": False}
         return Layout("detection", settings, [f"{root} holds labels in the format of {form}"])
     return _folders(root)
 
@@ -97,7 +96,7 @@ def _folders(root: Path) -> Layout:
 def _masks(root: Path | None, given: Mapping[str, object]) -> Layout:
     base = root or Path()
     folders = [str(given.get(f"data.{name}", name)) for name in ("images", "masks")]
-    settings: dict[str, Any] = {"data.images": folders[0], "data.masks": folders[1]}
+    settings: dict[str, object] = {"data.images": folders[0], "data.masks": folders[1]}
     split = "{split}" in folders[0] or all((base / folders[0] / name).is_dir() for name in SPLITS)
     settings |= {} if split or "data.lists" in given else HOLD_OUT
     found = Layout("segmentation", settings)
@@ -107,9 +106,11 @@ def _masks(root: Path | None, given: Mapping[str, object]) -> Layout:
         if (base / name).is_file():
             settings["data.classes"] = name
             return found
-    settings["data.classes"] = _mask_classes(base / folders[1].replace("{split}", "train"))
+    settings["data.classes"] = classes = _mask_classes(
+        base / folders[1].replace("{split}", "train")
+    )
     found.notes.append(
-        f"no class list: the masks hold {len(settings['data.classes'])} values, which are the classes; name them in a "
+        f"no class list: the masks hold {len(classes)} values, which are the classes; name them in a "
         f"file of lines `value name`: {base / CLASS_LISTS[0]}"
     )
     return found
@@ -151,7 +152,7 @@ def _annotations(root: Path) -> Layout | None:
             ]
             images = folders[0] if folders else "images" if (root / "images").is_dir() else "."
             path = root / pattern.replace("{split}", train)
-            settings: dict[str, Any] = {"data.train": train, "data.val": val}
+            settings: dict[str, object] = {"data.train": train, "data.val": val}
             return _objects(path, settings | {"data.annotations": pattern, "data.images": images})
     return _single_annotation(root)
 
@@ -170,7 +171,7 @@ def _single_annotation(root: Path) -> Layout | None:
     content = json.loads(read_text(single[0]))
     first = str(content["images"][0].get("file_name", ""))
     folders = [name for name in (".", "images", "train") if (root / name / first).is_file()]
-    settings: dict[str, Any] = {"data.annotations": str(single[0].relative_to(root))} | HOLD_OUT
+    settings: dict[str, object] = {"data.annotations": str(single[0].relative_to(root))} | HOLD_OUT
     return _objects(single[0], settings | {"data.images": folders[0] if folders else "images"})
 
 
@@ -185,7 +186,7 @@ def _looks_like_coco(path: Path) -> bool:
     return isinstance(images, list) and bool(images) and isinstance(images[0], dict)
 
 
-def _objects(path: Path, settings: dict[str, Any]) -> Layout:
+def _objects(path: Path, settings: dict[str, object]) -> Layout:
     """Return the layout of a detector; without a head for masks if an object has no shape."""
     try:
         entries = json.loads(read_text(path))["annotations"]

@@ -110,9 +110,7 @@ class Pipeline(ABC):
 
     @classmethod
     @abstractmethod
-    def from_recipe(
-        cls, recipe: Any, about: Mapping[str, Any], source: str, *, trusted: bool
-    ) -> Self:
+    def from_recipe(cls, recipe: Any, about: Json, source: str, *, trusted: bool) -> Self:
         """Return the pipeline of weights.
 
         Args:

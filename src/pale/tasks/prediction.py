@@ -7,16 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ..core.json_types import Json as Json
 from ..data import rle
 from ..data.rle import Shape
 
-Json: TypeAlias = dict[str, Any]  # a JSON object
 MAX_DRAWN = 2**25  # maximum pixels of a drawn image; larger images are shrunk
 MAX_DRAWN_SIDE = 16_384  # the maximum of JPEG files is 65,500
 
@@ -112,7 +112,7 @@ class Prediction(ABC):
         """Return the result as rows of a table."""
         return [self.plain()]
 
-    def arrays(self, classes: Sequence[str]) -> dict[str, NDArray[Any]]:
+    def arrays(self, classes: Sequence[str]) -> dict[str, NDArray[np.generic]]:
         """Return the result as arrays, as `Pipeline.array_specs` describes them; by default its JSON as bytes.
 
         Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .. import recipes
 from ..core.console import Table
@@ -71,7 +72,7 @@ def recognised(settings: CheckSettings) -> CheckSettings:
     names = ["images", "annotations", "kind"]
     if "masks" in given:
         names += ["masks", "classes", "hold_out"]
-    changes = {name: given[name] for name in names if name in given}
+    changes: dict[str, Any] = {name: given[name] for name in names if name in given}
     if {"train", "val"} <= given.keys():
         changes["splits"] = [given["train"], given["val"]]
     return replace(settings, **changes)

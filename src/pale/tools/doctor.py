@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from .. import __version__
+from ..core.json_types import Json
 from ..ops.block import triton_op
 from ..ops.pale_attention import BACKENDS, Backend, choose, pale_attention
 from ..ops.pale_attention.region import Region
@@ -25,7 +26,7 @@ PACKAGES = (
 )
 
 
-def examine() -> dict[str, Any]:
+def examine() -> Json:
     """Return versions, devices and back-ends for JSON."""
     return {
         "pale": __version__,
@@ -51,7 +52,7 @@ def _devices() -> list[str]:
     return names
 
 
-def _device(device: torch.device) -> dict[str, Any]:
+def _device(device: torch.device) -> Json:
     if device.type == "cuda":
         props = torch.cuda.get_device_properties(device)
         about = f"{props.name}, compute {props.major}.{props.minor}, {props.total_memory / 2**30:.0f} GiB"

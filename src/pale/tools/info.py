@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import get_args
 
+from ..core.json_types import Json
 from ..model.cost import Cost, Counting, count
 from ..model.pale_transformer import PaleConfig
 from ..ops.pale_attention.region import Region
@@ -24,7 +25,7 @@ def count_in_all_ways(
     }
 
 
-def plain_costs(ways: Mapping[str, Cost]) -> dict[str, Any]:
+def plain_costs(ways: Mapping[str, Cost]) -> Json:
     """Return costs and their totals as JSON values."""
     return {
         way: asdict(cost) | {"params": cost.params, "macs": cost.macs} for way, cost in ways.items()
@@ -33,7 +34,7 @@ def plain_costs(ways: Mapping[str, Cost]) -> dict[str, Any]:
 
 def describe(
     name: str, config: PaleConfig, size: tuple[int, int], in_chans: int = 3, num_classes: int = 1000
-) -> dict[str, Any]:
+) -> Json:
     """Return maps, groups, tokens, parameters, multiply-adds and memory for JSON."""
     ideal = count(config, size, in_chans=in_chans, num_classes=num_classes)
     executed = count(config, size, counting="executed", in_chans=in_chans, num_classes=num_classes)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from ..core.json_types import Json
 from ..errors import SettingsError
 from .features import Features, fit_probe, save_probe
 from .neighbours import score_neighbours
@@ -17,7 +17,7 @@ def probe_files(
     weights: Path | None,
     recipe: str | None,
     neighbours: int | None,
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[Json, list[str]]:
     """Fit and score a linear classifier on files of features; return the scores as plain values and as lines.
 
     With `output` and `weights` the model with the classifier is written, with `neighbours` so many nearest neighbours
@@ -28,7 +28,7 @@ def probe_files(
             "-o FILE and --weights RUN must be given together; give both or neither"
         )
     features, held = Features.load(train), Features.load(val)
-    plain: dict[str, Any] = {}
+    plain: Json = {}
     lines = []
     if neighbours is not None:  # first, as wrong settings raise here
         nearest = score_neighbours(features, held, neighbours)

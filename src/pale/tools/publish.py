@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..data.sources.words import name_classes, read_words
 from ..errors import SettingsError
@@ -33,7 +32,7 @@ def read(
 def without_paths(recipe: Recipe) -> Recipe:
     """Return the recipe without paths, so that it can be used on any machine; it loads a whole model."""
     values = recipe.plain()
-    changes: dict[str, Any] = {"model.new_head": False}
+    changes: dict[str, object] = {"model.new_head": False}
     for name in PATHS:
         part, _, last = name.partition(".")
         if last in values.get(part, {}):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..core.console import Table
+from ..core.json_types import Json
 from ..data.sources.token_labels import TokenLabelManifest
 from ..model.cost import Cost, Reproduced
 from ..recipes.schema import Recipe
@@ -108,7 +108,7 @@ def describe_paper(rows: Sequence[Reproduced]) -> Iterator[str | Table]:
     )
 
 
-def describe_stages(about: dict[str, Any]) -> Iterator[str | Table]:
+def describe_stages(about: Json) -> Iterator[str | Table]:
     """Yield the stages of a model, from `tools.info.describe`."""
     h, w = about["size"]
     mode = f"attention {about['attention']}, position {about['position']}"
@@ -135,7 +135,7 @@ def describe_stages(about: dict[str, Any]) -> Iterator[str | Table]:
     )
 
 
-def _cost_cells(part: dict[str, Any]) -> list[str]:
+def _cost_cells(part: Json) -> list[str]:
     return [
         f"{part['params'] / 1e6:.2f} M",
         f"{part['macs'] / 1e9:.3f}",
@@ -144,7 +144,7 @@ def _cost_cells(part: dict[str, Any]) -> list[str]:
     ]
 
 
-def describe_machine(facts: dict[str, Any]) -> Iterator[str]:
+def describe_machine(facts: Json) -> Iterator[str]:
     """Yield versions, devices and back-ends, from `tools.doctor.examine`."""
     yield f"pale {facts['pale']} on Python {facts['python']}, {facts['system']}"
     versions = facts["packages"].items()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import timm
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from timm.data import resolve_data_config
 from torch import Tensor, nn
@@ -286,7 +287,7 @@ def _shards(
     workers: int,
     device: str,
     track: Track,
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[tuple[int, NDArray[np.uint16]]]:
     # Batches do not cross shards: a resumed run computes the same batches, hence the same bits.
     pieces = [
         (n, [(0, i) for i in manifest.rows(n)[start : start + batch]])
@@ -299,7 +300,7 @@ def _shards(
         collate_fn=collate,
         num_workers=min(workers, usable_cores()),
     )
-    records: list[Any] = []
+    records: list[NDArray[np.uint16]] = []
     done = 0
     reading = track(iterate_batches(loader), "labelling", len(pieces))
     for (number, keys), images in zip(pieces, reading, strict=True):

@@ -17,18 +17,20 @@ import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from ..core.files import fresh_path
+from ..core.json_types import Json
 from ..errors import PaleError, WeightsError
 from ..weights.read import load_weights, require_uncompressed
 from ..weights.write import save_weights
 from .distributed import World
 
+T = TypeVar("T")
 ALONE = World(torch.device("cpu"))
 Tensors = Mapping[str, Tensor]
 NAME = re.compile(r"step_(\d{8,})")
@@ -90,14 +92,14 @@ def save_files(folder: Path, step: int, write: Callable[[Path], None], world: Wo
             _remove(temporary)
             temporary.mkdir()
 
-    def sums() -> dict[str, Any]:
+    def sums() -> dict[str, Json]:
         files = {}
         for file in sorted(temporary.iterdir())[world.rank :: world.size]:
             files[file.name] = {"bytes": file.stat().st_size, "sha256": _sum(file)}
             _sync(file)
         return files
 
-    def finish(manifest: dict[str, Any]) -> None:
+    def finish(manifest: dict[str, Json]) -> None:
         if not world.main:
             return
         (temporary / "manifest.json").write_text(json.dumps({"step": step, "files": manifest}))
@@ -126,7 +128,7 @@ def save_files(folder: Path, step: int, write: Callable[[Path], None], world: Wo
     return target
 
 
-def _together(world: World, action: Callable[[], Any]) -> list[Any]:
+def _together(world: World, action: Callable[[], T]) -> list[T]:
     """Return the results of all processes; an error of one is raised on all, so that none waits forever."""
     result, error = None, None
     try:
@@ -139,7 +141,7 @@ def _together(world: World, action: Callable[[], Any]) -> list[Any]:
     for rank, (_, text) in enumerate(results):
         if text is not None:
             raise OSError(f"on process {rank}: {text}")
-    return [result for result, _ in results]
+    return [cast("T", result) for result, _ in results]
 
 
 def newest(folder: Path, warn: Callable[[str], None] = lambda text: None) -> Path | None:
@@ -200,7 +202,7 @@ def is_good(path: Path, sums: bool = True) -> bool:
         return False
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _manifest(path: Path) -> dict[str, Json]:
     """Return size and checksum of the files of a checkpoint by name; raise if the manifest is not valid."""
     if _size(path, "manifest.json") > MAX_MANIFEST:
         raise ValueError(f"{path}/manifest.json has more than {MAX_MANIFEST} bytes")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from .determinism import prepare_cublas
 from .distributed import exit_process, join
@@ -15,7 +14,7 @@ from .start import choose_folder, choose_recipe
 def run_training(
     settings: RunSettings,
     changes: Mapping[str, object],
-    report: Callable[[dict[str, Any]], None] | None,
+    report: Callable[[dict[str, object]], None] | None,
 ) -> int:
     """Train; return 128 + the number of the signal that stopped it, or 0.
 

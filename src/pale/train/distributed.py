@@ -78,7 +78,7 @@ class World:
         dist.all_reduce(total)
         return float(total) / self.size
 
-    def gather(self, value: object) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Return the values of all processes, by rank, on every process."""
         if self.size == 1:
             return [value]
@@ -108,7 +108,7 @@ class World:
 
     def broadcast(self, value: T) -> T:
         """Return the value of the main process."""
-        return cast("T", self.gather(value)[0])
+        return self.gather(value)[0]
 
 
 def exit_process(code: int) -> NoReturn:

@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -28,7 +27,7 @@ def peak_memory_mb(device: torch.device) -> float | None:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def environment(world: World) -> dict[str, Any]:
+def environment(world: World) -> dict[str, object]:
     """Return versions and hardware for the log and the report."""
     cuda = world.device.type == "cuda"
     return {

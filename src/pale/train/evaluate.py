@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from torch.utils.data import Sampler
 
 from ..core.progress import Track, no_progress
 from ..data.gpu.plans import BatchPlan
-from ..data.loader import iterate_batches, make_loader
+from ..data.loader import Batch, iterate_batches, make_loader
 from ..recipes.schema import Recipe
 from ..tasks.base import Evaluated, Metric, Task
 from ..tasks.building import build_for
@@ -180,7 +179,7 @@ class Sample:
         return sorted(random.Random(self.seed).sample(range(total), self.count))
 
 
-def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move the tensors of a batch to the device, except the keys."""
     return {
         name: value.to(device, non_blocking=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,9 @@ NAME = "finetune"
 MODEL_ON_GPU = "pale_tiny"
 
 
-def plan_finetuning(settings: RunSettings, changes: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+def plan_finetuning(
+    settings: RunSettings, changes: Mapping[str, object]
+) -> tuple[Recipe, list[str]]:
     """Return the recipe for a dataset on a device, and lines about what was chosen.
 
     Args:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import foreach_zero_, tree_leaves
+from ..data.loader import Batch
 from ..errors import SettingsError, UnavailableError
 
 THREADS = "thread_local"  # other threads, such as the one that pins batches, may use CUDA during a recording
@@ -32,9 +33,7 @@ class GraphedStep:
         batch: an example. `compute` receives only its tensors on the device.
     """
 
-    def __init__(
-        self, compute: Callable[[dict[str, Any]], Tensor], model: nn.Module, batch: dict[str, Any]
-    ) -> None:
+    def __init__(self, compute: Callable[[Batch], Tensor], model: nn.Module, batch: Batch) -> None:
         self.buffers = {name: value.clone() for name, value in _on_device(batch).items()}
         if not self.buffers:
             raise ValueError("a CUDA graph needs a batch with tensors on a CUDA device, got none")
@@ -67,7 +66,7 @@ class GraphedStep:
         torch.cuda.set_rng_state(random, device)
         self.zero_grad()
 
-    def __call__(self, batch: dict[str, Any]) -> Tensor:
+    def __call__(self, batch: Batch) -> Tensor:
         """Return the loss and add the gradients to `.grad`."""
         given = _on_device(batch)
         shapes = {name: tuple(value.shape) for name, value in given.items()}
@@ -159,5 +158,5 @@ def _unrecordable(what: str, error: RuntimeError) -> UnavailableError:
     )
 
 
-def _on_device(batch: dict[str, Any]) -> dict[str, Tensor]:
+def _on_device(batch: Batch) -> dict[str, Tensor]:
     return {n: v for n, v in batch.items() if isinstance(v, Tensor) and v.is_cuda}

@@ -24,6 +24,7 @@ from rich.text import Text
 from ..core.console import Console, Table
 from ..core.escaping import escape_line, escape_message
 from ..core.files import fresh_path
+from ..core.json_types import Json
 from ..errors import UnavailableError
 from ..tasks.base import Task
 
@@ -80,13 +81,13 @@ class Log:
             self.board.close()
 
 
-def _done(entry: dict[str, Any]) -> int:
+def _done(entry: Json) -> int:
     """Return the steps done after an event; the event of a skipped step holds its number, from 0."""
     step = entry.get("step", 0)
     return (step if isinstance(step, int) else 0) + (entry.get("event") == "skipped")
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Replace NaN and Inf, which JSON cannot represent, by None."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
@@ -106,7 +107,7 @@ def _board(folder: Path, step: int) -> Any:
     return SummaryWriter(str(folder), purge_step=step + 1)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Json]:
     """Return the events of a log; damaged or truncated lines are ignored."""
     if not path.is_file():
         return []
@@ -137,7 +138,7 @@ class Display:
         self.console = Console(width=None if sys.stdout.isatty() else 140, quiet=quiet)
         live = self.console.is_terminal and not quiet
         self.live = Live(console=self.console, refresh_per_second=4) if live else None
-        self.values: dict[str, Any] = {}
+        self.values: Json = {}
         self.skips = 0
         self.losses: deque[float] = deque(maxlen=4096)
         self.began = time.monotonic()

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from ..core.memory import exhausted_memory
 from ..core.numbers import format_number
 from ..data.gpu.decode import PlannedDataset
-from ..data.loader import Prefetcher, iterate_batches, make_loader
+from ..data.loader import Batch, Prefetcher, iterate_batches, make_loader
 from ..data.sources.identity import DataIdentity
 from ..data.stream import Stream, StreamSampler
 from ..errors import DataError, NonFiniteError, PaleError
@@ -204,7 +204,7 @@ class Trainer:
             self.log("write_failed", step=self.state.step, message=message)
             self.display.print(message)
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> dict[str, object]:
         """Return the header of the weights."""
         return {
             "recipe": self.recipe.plain(),
@@ -246,7 +246,7 @@ class Trainer:
 
         self._write(" and ".join(names), write, not background, lambda: None)
 
-    def make_step(self, iterator: Iterator[object]) -> StepResult:
+    def make_step(self, iterator: Iterator[Batch]) -> StepResult:
         """Make a step and check the steps before it."""
         if self.state.step in self.phases:
             self.stepper.forget_shapes()
@@ -337,7 +337,7 @@ class Trainer:
             if self.events:
                 self.events.close()
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[Batch]:
         """Yield the batches from the current step on, with a new loader for each phase of the training data."""
         begin, steps = self.state.step, self.stream.steps
         pin = self.world.device.type == "cuda"

@@ -32,6 +32,7 @@ from . import checkpoint
 from .distributed import World
 
 Models = Mapping[str, nn.Module]
+Moments = dict[str, Tensor | None]  # of a parameter; None: in another file
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -175,10 +176,10 @@ def restore(
             own, values = model.state_dict(), saved.get(name, saved["model"])
             _check_shapes(path, own, values)
             model.load_state_dict({n: shard_like(v, own[n]) for n, v in values.items()})
-        for parameter, values in _by_parameter(moments, optimizer):
-            for name, value in values.items():
-                if value.ndim:
-                    values[name] = shard_like(value, parameter)
+        for parameter, own_moments in _by_parameter(moments, optimizer):
+            for name, value in own_moments.items():
+                if value is not None and value.ndim:
+                    own_moments[name] = shard_like(value, parameter)
     # The moments come from the checkpoint; weight decay, betas and the like come from the recipe.
     for group, own_group in zip(groups, optimizer.param_groups, strict=True):
         group |= {name: value for name, value in own_group.items() if name != "params"}
@@ -223,7 +224,7 @@ def _check_shapes(path: Path, own: Mapping[str, Tensor], saved: Mapping[str, Ten
             )
 
 
-def _fill(path: Path, tensors: dict[str, Any]) -> None:
+def _fill(path: Path, tensors: dict[str, Tensor]) -> None:
     with warnings.catch_warnings():
         # A single process reads the shards of several without a process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -240,7 +241,7 @@ def _first_failure(error: CheckpointException) -> str:
     return f"on process {rank}: {str(cause).strip().splitlines()[0]}"
 
 
-def _states(models: Models) -> dict[str, Any]:
+def _states(models: Models) -> dict[str, Tensor]:
     return {
         f"{which}.{name}": value
         for which, model in models.items()
@@ -249,16 +250,14 @@ def _states(models: Models) -> dict[str, Any]:
 
 
 def _by_parameter(
-    state: dict[int, dict[str, Any]], optimizer: Optimizer
-) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    state: dict[int, Moments], optimizer: Optimizer
+) -> Iterator[tuple[Tensor, Moments]]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, values in state.items():
         yield parameters[i], values
 
 
-def _moments(
-    state: dict[int, dict[str, Any]], optimizer: Optimizer, new: bool
-) -> dict[str, Tensor]:
+def _moments(state: dict[int, Moments], optimizer: Optimizer, new: bool) -> dict[str, Tensor]:
     """Return the tensors that `state` has replaced by None: those of the optimizer, or new ones, set in `state`."""
     found: dict[str, Tensor] = {}
     for i, (parameter, values) in zip(state, _by_parameter(state, optimizer), strict=True):

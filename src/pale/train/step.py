@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..data.loader import Batch
 from ..data.seeding import derive_seed
 from ..data.stream import StreamSampler
 from ..recipes.schema import Recipe
@@ -92,7 +93,7 @@ class TrainStep:
         self.part_recorded = False
         self._checked: list[StepRecord] = []
 
-    def run(self, batches: Iterator[object]) -> StepResult:
+    def run(self, batches: Iterator[Batch]) -> StepResult:
         """Make one step with the next `accumulate` batches."""
         state, world = self.state, self.world
         self.schedule.step_update(state.step)
@@ -138,7 +139,7 @@ class TrainStep:
         else:
             self.state.optimizer.zero_grad()
 
-    def _accumulate(self, batches: Iterator[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    def _accumulate(self, batches: Iterator[Batch]) -> tuple[list[Tensor], list[Tensor]]:
         """Add up the gradients of all parts of a batch; return their losses and the keys of their samples."""
         recipe, world, step, ddp = self.recipe, self.world, self.state.step, self.network.ddp
         losses, keys = [], []
@@ -153,7 +154,7 @@ class TrainStep:
                 losses.append(self._compute(batch))
         return losses, keys
 
-    def _compute(self, batch: dict[str, Any]) -> Tensor:
+    def _compute(self, batch: Batch) -> Tensor:
         """Return the loss of a prepared batch and add its gradients."""
         if not self.uses_cuda_graph:
             return self._forward_backward(batch)
@@ -166,7 +167,7 @@ class TrainStep:
             self.graphed = GraphedStep(self._forward_backward, self.state.model, batch)
         return self.graphed(batch)
 
-    def _forward_backward(self, batch: dict[str, Any]) -> Tensor:
+    def _forward_backward(self, batch: Batch) -> Tensor:
         with autocast(self.world.device, self.dtype):
             loss = self.task.loss(self.network.forward, batch)
         self.state.scaler.scale(loss / self.recipe.accumulate).backward()

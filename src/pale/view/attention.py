@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from ..core.json_types import Json
 from ..data.decoding import read_image
 from ..errors import SettingsError, WeightsError
 from ..model.layers import separable_convs
@@ -203,7 +203,7 @@ class AttentionTrace(BackboneTrace):
         super().__init__(bundle, image, size)
         self.scores = self._class_scores()
 
-    def plain(self, point: tuple[float, float]) -> dict[str, Any]:
+    def plain(self, point: tuple[float, float]) -> Json:
         """Return the model, the token of each stage at a point, and the best classes, as a JSON object."""
         return {
             "model": self.bundle.name,

@@ -10,13 +10,13 @@ import base64
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from ..core.data_urls import jpeg_data_url
 from ..core.escaping import content_policy, escape_html
+from ..core.json_types import Json
 from ..errors import SettingsError
 from .attention import (
     Array,
@@ -55,7 +55,7 @@ def page(
         select_heads(blocks[min(block, len(blocks) - 1) if block >= 0 else -1], head)
     h, w = trace.pixels.shape[:2]
     width, height = trace.image.size
-    data: dict[str, Any] = {
+    data: Json = {
         "about": ", ".join(filter(None, [title, describe(trace)])),
         "trained": trace.bundle.trained,
         "share": trace.bundle.pipeline.score_label,
@@ -77,7 +77,7 @@ def page(
     return _fill_template(data, title)
 
 
-def _fill_template(data: dict[str, Any], title: str) -> str:
+def _fill_template(data: Json, title: str) -> str:
     text = (PAGES / "attention.html").read_text(encoding="utf-8")
     core = (PAGES / "attention.js").read_text(encoding="utf-8")
     # A class may be called "</script>".
@@ -89,7 +89,7 @@ def _fill_template(data: dict[str, Any], title: str) -> str:
     return re.sub("__(TITLE|POLICY|DATA)__", lambda mark: parts[mark[1]], text)
 
 
-def _class_data(trace: AttentionTrace, number: int | None) -> list[dict[str, Any]]:
+def _class_data(trace: AttentionTrace, number: int | None) -> list[Json]:
     """Return name, score and Grad-CAM maps of the best classes, the chosen one first."""
     numbers = [s.number for s in trace.scores[:MAX_CLASSES]]
     if number is not None:
@@ -101,7 +101,7 @@ def _class_data(trace: AttentionTrace, number: int | None) -> list[dict[str, Any
     ]
 
 
-def stage_data(trace: BackboneTrace, stage: int, last: bool = False) -> dict[str, Any]:
+def stage_data(trace: BackboneTrace, stage: int, last: bool = False) -> Json:
     """Return a stage for `pages/attention.js` as JSON: all of its blocks, or only the last one."""
     blocks = trace.stages[stage][-1:] if last else trace.stages[stage]
     h, w = blocks[0].q.shape[:2]
@@ -113,7 +113,7 @@ def stage_data(trace: BackboneTrace, stage: int, last: bool = False) -> dict[str
     }
 
 
-def _block_data(block: Block) -> dict[str, Any]:
+def _block_data(block: Block) -> Json:
     d = block.q.shape[3]
     return {
         "heads": block.heads,

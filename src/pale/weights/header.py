@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.json_types import Json
 from ..errors import WeightsError
 from .pack import checksum
 
@@ -39,7 +40,7 @@ def damaged(path: Path, reason: object) -> WeightsError:
     )
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], dict[str, list[int]]]:
+def read_header(path: Path) -> tuple[Json, dict[str, list[int]]]:
     """Read what a safetensors file states about its weights, and the shape of each tensor, but no tensor."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -7,13 +7,13 @@ import warnings
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from ..core.json_types import Json
 from ..errors import WeightsError
 from . import zoo
 from .header import CHECKSUM, damaged, file_checksum, read_header
@@ -37,7 +37,7 @@ class Weights:
     """
 
     tensors: dict[str, Tensor]
-    about: dict[str, Any] = field(default_factory=dict)
+    about: Json = field(default_factory=dict)
     whole: bool = True
 
 
@@ -110,7 +110,7 @@ def _find_file(path: Path) -> Path:
     return path
 
 
-def _unpack(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> Weights:
+def _unpack(path: Path, tensors: dict[str, Tensor], about: Json) -> Weights:
     """Return the weights of a file, unpacked if its header states that they are packed."""
     packing = about.pop("packed", None)
     if packing is None:

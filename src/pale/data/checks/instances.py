@@ -11,17 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ...core.json_types import Json
 from ...core.progress import Track, map_in_threads, no_progress
 from .. import rle
 from ..decoding import read_image
 from ..reading import UnreadableImageError, display_name, distinct_names
 from ..sources.coco import (
     MIN_SIDE,
-    JsonObject,
     annotation_area,
     check_annotation,
     is_box,
@@ -51,7 +50,7 @@ def check_instances(
 
 
 def check_contents(
-    splits: dict[str, tuple[JsonObject, Path]],
+    splits: dict[str, tuple[Json, Path]],
     threads: int = 4,
     track: Track = no_progress,
     unreadable: Sequence[str] = (),
@@ -96,20 +95,20 @@ def _merge_kinds(problems: Sequence[Problem]) -> list[Problem]:
     return list(merged.values())
 
 
-def _sorted_by_id(categories: Sequence[JsonObject]) -> list[JsonObject]:
+def _sorted_by_id(categories: Sequence[Json]) -> list[Json]:
     return sorted(categories, key=lambda c: c["id"] if isinstance(c.get("id"), int) else 0)
 
 
-def _class_names(categories: Sequence[JsonObject]) -> list[str]:
+def _class_names(categories: Sequence[Json]) -> list[str]:
     return distinct_names([str(c.get("name")) for c in _sorted_by_id(categories)])
 
 
-def _count_objects(content: JsonObject, classes: Sequence[str]) -> JsonObject:
+def _count_objects(content: Json, classes: Sequence[str]) -> Json:
     """Return the statistics of a split."""
     categories = _sorted_by_id(content["categories"])
     name = dict(zip([c.get("id") for c in categories], _class_names(categories), strict=True))
     objects: Counter[str] = Counter()
-    images: dict[str, set[Any]] = {}
+    images: dict[str, set[object]] = {}
     sizes = Counter({"small": 0, "medium": 0, "large": 0})
     crowds = 0
     with_objects = set()
@@ -136,7 +135,7 @@ def _count_objects(content: JsonObject, classes: Sequence[str]) -> JsonObject:
     }
 
 
-def _image_sizes(content: JsonObject) -> dict[Any, tuple[int, int]]:
+def _image_sizes(content: Json) -> dict[object, tuple[int, int]]:
     """Return height and width by image id; (0, 0) if unknown."""
     sizes = {}
     for entry in content["images"]:
@@ -145,7 +144,7 @@ def _image_sizes(content: JsonObject) -> dict[Any, tuple[int, int]]:
     return sizes
 
 
-def _repeated_entries(split: str, content: JsonObject) -> list[Problem]:
+def _repeated_entries(split: str, content: Json) -> list[Problem]:
     problems = []
     for part, serious in (("images", True), ("categories", True), ("annotations", False)):
         ids = Counter(entry.get("id") for entry in content[part])
@@ -161,12 +160,12 @@ def _repeated_entries(split: str, content: JsonObject) -> list[Problem]:
     return problems
 
 
-def _repeated(split: str, entries: Sequence[JsonObject], key: str) -> list[str]:
+def _repeated(split: str, entries: Sequence[Json], key: str) -> list[str]:
     counts = Counter(str(entry.get(key)) for entry in entries)
     return [f"{split}: {display_name(name)}, {n} times" for name, n in counts.items() if n > 1]
 
 
-def _unusable_content(split: str, content: JsonObject, training: bool) -> list[Problem]:
+def _unusable_content(split: str, content: Json, training: bool) -> list[Problem]:
     """Return problems because of which training or validation would not start."""
     sizes = _image_sizes(content)
     has_objects = any(
@@ -199,7 +198,7 @@ def _unusable_content(split: str, content: JsonObject, training: bool) -> list[P
     ]
 
 
-def _annotation_problems(split: str, content: JsonObject) -> list[Problem]:
+def _annotation_problems(split: str, content: Json) -> list[Problem]:
     images = {entry.get("id"): entry for entry in content["images"]}
     sizes = _image_sizes(content)
     categories = {entry.get("id") for entry in content["categories"]}
@@ -239,18 +238,18 @@ def _annotation_problems(split: str, content: JsonObject) -> list[Problem]:
     ]
 
 
-def _count_without_shape(split: str, annotations: Sequence[JsonObject]) -> list[str]:
+def _count_without_shape(split: str, annotations: Sequence[Json]) -> list[str]:
     missing = Counter(
         rle.is_empty(entry.get("segmentation")) for entry in annotations if not entry.get("iscrowd")
     )
     return [f"{split}: {missing[True]} of {missing.total()} objects"] if missing[True] else []
 
 
-def _file_name(image: JsonObject) -> str:
+def _file_name(image: Json) -> str:
     return display_name(str(image.get("file_name")))
 
 
-def _box_problem(box: object, image: JsonObject) -> tuple[str, str]:
+def _box_problem(box: object, image: Json) -> tuple[str, str]:
     """Return the kind of problem and a description, both empty if there is none."""
     if not is_box(box):
         return "box", f"{box!r}"
@@ -275,7 +274,7 @@ class ImageCheck:
     digest: str = ""
 
 
-def _examine_image(split: str, folder: Path, entry: JsonObject) -> ImageCheck:
+def _examine_image(split: str, folder: Path, entry: Json) -> ImageCheck:
     path, file = folder / str(entry.get("file_name")), _file_name(entry)
     if not path_exists(path):
         return ImageCheck(file, missing=f"{split}: {display_name(path)}")
@@ -302,9 +301,7 @@ def _image_problems(images: Sequence[ImageCheck]) -> list[Problem]:
     ]
 
 
-def _split_problems(
-    contents: dict[str, JsonObject], digests: dict[str, dict[str, str]]
-) -> list[Problem]:
+def _split_problems(contents: dict[str, Json], digests: dict[str, dict[str, str]]) -> list[Problem]:
     """Compare the categories and images of the other splits with those of the first."""
     (first, *others) = contents
     expected = _id_and_name(contents[first]["categories"])
@@ -326,7 +323,7 @@ def _split_problems(
     ]
 
 
-def _id_and_name(categories: Sequence[JsonObject]) -> list[tuple[Any, Any]]:
+def _id_and_name(categories: Sequence[Json]) -> list[tuple[object, object]]:
     return [(c.get("id"), c.get("name")) for c in _sorted_by_id(categories)]
 
 

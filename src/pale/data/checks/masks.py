@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.json_types import Json
 from ...core.progress import Track, no_progress
 from ..sources.mask_survey import PairCheck, check_pairs
 from ..sources.masks import MaskSource
@@ -61,7 +61,7 @@ def check_masks(
     return report
 
 
-def _class_shares(names: Sequence[str], pixels: NDArray[np.int64]) -> dict[str, Any]:
+def _class_shares(names: Sequence[str], pixels: NDArray[np.int64]) -> Json:
     """Return the statistics of a split from the pixel counts of its images, (images, classes + 1)."""
     total = pixels[:, :-1].sum(0) if len(pixels) else np.zeros(len(names))
     labelled, everything = max(1, total.sum()), max(1, pixels.sum())

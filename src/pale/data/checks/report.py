@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+
+from ...core.json_types import Json
 
 MAX_SHOWN = 20  # items that are printed per problem
 SAME_IMAGE = "the same image in two splits"
@@ -40,13 +41,13 @@ class CheckReport(ABC):
         """Whether there are no serious problems."""
         return not any(problem.serious for problem in self.problems)
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> Json:
         """Return the report in the form of its JSON output."""
         problems = [vars(problem) for problem in self.problems]
         return {"good": self.good, **self.statistics(), "problems": problems}
 
     @abstractmethod
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> Json:
         """Return numbers of images and objects."""
 
 
@@ -62,7 +63,7 @@ class ImageReport(CheckReport):
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     sizes: Counter[str] = field(default_factory=Counter)
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> Json:
         """Return the number of images of each class, and the most frequent sizes."""
         sizes = self.sizes.most_common(MAX_SHOWN)  # kept name: method of Counter
         return {"counts": self.counts, "sizes": dict(sizes)}
@@ -78,8 +79,8 @@ class SplitReport(CheckReport):
     """
 
     classes: list[str] = field(default_factory=list)
-    splits: dict[str, dict[str, Any]] = field(default_factory=dict)
+    splits: dict[str, Json] = field(default_factory=dict)
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> Json:
         """Return the statistics of each split."""
         return {"classes": self.classes, "splits": self.splits}

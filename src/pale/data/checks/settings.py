@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ...core.options import argument, option, settings_class
 from ...errors import SettingsError
@@ -124,7 +124,7 @@ class CheckSettings:
             return self.task == "segmentation"
         return not self.annotations and bool(self.images or self.recipe or self.mask_settings())
 
-    def mask_settings(self) -> dict[str, Any]:
+    def mask_settings(self) -> dict[str, object]:
         """Return the data settings of a segmentation recipe that were given."""
         given = {name: getattr(self, name) for name in MASK_SETTINGS}
         given["reduce_zero"] = self.reduce_zero or None

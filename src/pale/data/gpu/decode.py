@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from ...core.progress import Track, no_progress
 from ...ops.launching import AVAILABLE
-from ..loader import Sample, collate_labels, usable_cores
+from ..loader import Batch, Sample, collate_labels, usable_cores
 from ..reading import open_image, require_few_scans
 from ..seeding import derive_seed, seeded
 from ..sources.images import ImageSource
@@ -251,7 +250,7 @@ def join_contents(plans: list[ImagePlan]) -> EncodedBatch:
     return EncodedBatch(torch.cat(contents), pieces)
 
 
-def collate(samples: list[Sample]) -> dict[str, Any]:
+def collate(samples: list[Sample]) -> Batch:
     """Build a batch like `loader.collate`, with a "plan" instead of images, and "files" if the plans contain them."""
     plans, *others = zip(*samples, strict=True)
     batch = collate_labels(*others)

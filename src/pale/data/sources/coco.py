@@ -11,11 +11,12 @@ import pickle
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 from PIL import Image
 
+from ...core.json_types import Json
 from ...core.progress import map_in_threads
 from .. import rle
 from ..decoding import read_image
@@ -33,10 +34,9 @@ from ..reading import (
 from .instances import Instances, InstanceSource, InstanceSubset, from_masks, height_width
 
 MIN_SIDE = 1.0  # pixels; thinner boxes are left out, as in mmdetection
-JsonObject = dict[str, Any]
 
 
-def read_annotations(path: Path) -> JsonObject:
+def read_annotations(path: Path) -> Json:
     """Read an annotation file and check that images, annotations and categories are lists of objects."""
     if not path.is_file():
         raise ValueError(
@@ -70,7 +70,7 @@ def _entry_problem(entry: object) -> str | None:
     return None
 
 
-def _normalise_size(entry: JsonObject) -> str | None:
+def _normalise_size(entry: Json) -> str | None:
     """Convert width and height of an image entry to integers, 0 if unknown; return why it is not possible, or None."""
     for key in ("width", "height"):
         try:
@@ -105,7 +105,7 @@ class CocoFiles:
         images: Path,
         categories: Sequence[str] | None = None,
         keep_empty: bool = True,
-        content: JsonObject | None = None,
+        content: Json | None = None,
     ) -> None:
         self.path, self.folder = path, images
         content = read_annotations(path) if content is None else content
@@ -135,7 +135,7 @@ class CocoFiles:
         self._ends = np.cumsum([len(p) for p in packed])
         self._packed = np.frombuffer(b"".join(packed), np.uint8)
 
-    def _group_by_image(self, content: JsonObject) -> dict[int, list[JsonObject]]:
+    def _group_by_image(self, content: Json) -> dict[int, list[Json]]:
         """Return the annotations by image id."""
         ids = Counter(entry.get("id") for entry in content["images"])
         if twice := [i for i, n in ids.items() if n > 1]:
@@ -143,7 +143,7 @@ class CocoFiles:
                 f"{self.path}: {len(twice)} image ids occur twice, such as {twice[0]}; each image needs its own"
             )
         categories = set(self.categories)
-        out: dict[int, list[JsonObject]] = {}
+        out: dict[int, list[Json]] = {}
         for entry in content["annotations"]:
             if entry.get("category_id") not in categories:
                 raise ValueError(
@@ -156,9 +156,7 @@ class CocoFiles:
             out.setdefault(entry["image_id"], []).append(entry)
         return out
 
-    def _usable_instances(
-        self, entries: Sequence[JsonObject], size: tuple[int, int]
-    ) -> Instances | None:
+    def _usable_instances(self, entries: Sequence[Json], size: tuple[int, int]) -> Instances | None:
         """Return the objects of valid annotations, None if there are none; the others are counted in `left_out`."""
         kept = []
         for entry in entries:
@@ -300,7 +298,7 @@ def is_box(value: object) -> TypeGuard[list[float]]:
     return isinstance(value, list) and len(value) == 4 and all(map(rle.is_coordinate, value))
 
 
-def check_annotation(entry: JsonObject, size: tuple[int, int]) -> tuple[str | None, list[float]]:
+def check_annotation(entry: Json, size: tuple[int, int]) -> tuple[str | None, list[float]]:
     """Return why an annotation is left out, or None, and its box inside the image (left, top, right, bottom).
 
     Args:
@@ -330,7 +328,7 @@ def _clip_box(corners: Sequence[float], size: tuple[int, int]) -> list[float]:
     ]
 
 
-def annotation_area(entry: JsonObject, box: Sequence[float], size: tuple[int, int]) -> float:
+def annotation_area(entry: Json, box: Sequence[float], size: tuple[int, int]) -> float:
     """Return the area of the annotation file if valid, else of the shape, or of the box without a shape."""
     area = entry.get("area")
     if isinstance(area, int | float) and 0 <= area < float("inf"):
@@ -350,7 +348,7 @@ def _require_same_classes(
         )
 
 
-def _categories(path: Path, entries: Sequence[JsonObject]) -> tuple[list[str], list[int]]:
+def _categories(path: Path, entries: Sequence[Json]) -> tuple[list[str], list[int]]:
     """Return names and ids of the categories, sorted by id."""
     try:
         pairs = sorted((int(entry["id"]), str(entry["name"])) for entry in entries)
@@ -367,7 +365,7 @@ def _categories(path: Path, entries: Sequence[JsonObject]) -> tuple[list[str], l
     return names, numbers
 
 
-def _image_entry(path: Path, entry: JsonObject) -> tuple[int, str, tuple[int, int] | None]:
+def _image_entry(path: Path, entry: Json) -> tuple[int, str, tuple[int, int] | None]:
     """Return id, file name, and height and width if known."""
     if "id" not in entry or "file_name" not in entry:
         raise ValueError(f"{path}: an image needs an id and a file_name, got {str(entry)[:80]}")

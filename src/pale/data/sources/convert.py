@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.json_types import Json
 from ...core.progress import Track, no_progress
 from ..decoding import read_stored_image
 from ..reading import UnreadableImageError, display_name, require_distinct_names
-from .coco import JsonObject
 from .instances import from_masks, height_width
 from .masks import MASK_SUFFIXES, find_pairs
 
@@ -24,7 +24,7 @@ def convert_masks(
     divisor: int | None = None,
     track: Track = no_progress,
     skipped: Counter[int] | None = None,
-) -> JsonObject:
+) -> Json:
     """Build annotations in COCO's format from images and instance masks; each value above 0 of a mask is an object.
 
     Args:
@@ -39,7 +39,7 @@ def convert_masks(
     _require_valid_divisor(divisor, len(classes))
     require_distinct_names(classes, "the list of classes")
     categories = [{"id": i + 1, "name": name} for i, name in enumerate(classes)]
-    content: JsonObject = {"images": [], "annotations": [], "categories": categories}
+    content: Json = {"images": [], "annotations": [], "categories": categories}
     pairs = find_pairs(images, masks)
     for number, (image, mask) in enumerate(track(pairs, "reading", len(pairs)), start=1):
         values = _read_values(mask)

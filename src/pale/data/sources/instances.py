@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ...core.json_types import Json
 from .. import rle
 from ..decoding import image_size, read_image, read_stored_image
 from ..reading import UnreadableImageError, display_name
@@ -70,11 +71,11 @@ class Instances:
             mask[:] = rle.draw(shape, self.size, (h, w))
         return out
 
-    def annotations(self, image: int, categories: Sequence[int]) -> list[dict[str, Any]]:
+    def annotations(self, image: int, categories: Sequence[int]) -> list[Json]:
         """Return the objects as annotations in COCO's format, without ids."""
         out = []
         for i, (left, top, right, bottom) in enumerate(self.boxes.tolist()):
-            entry: dict[str, Any] = {
+            entry: Json = {
                 "image_id": image,
                 "category_id": categories[int(self.labels[i])],
                 "bbox": [left, top, right - left, bottom - top],
@@ -88,7 +89,9 @@ class Instances:
 
 
 def from_masks(
-    size: tuple[int, int], masks: Iterable[NDArray[Any]], labels: Sequence[int]
+    size: tuple[int, int],
+    masks: Iterable[NDArray[np.bool_] | NDArray[np.integer]],
+    labels: Sequence[int],
 ) -> Instances:
     """Return the objects of masks (h, w), which are read one at a time; empty masks are left out."""
     found: list[tuple[tuple[int, int, int, int], int, int, Shape]] = []

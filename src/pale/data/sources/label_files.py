@@ -11,8 +11,9 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from ...core.json_types import Json
 from ...core.progress import map_in_threads
 from ...errors import DataError
 from ..reading import display_name, first_of, read_bytes
@@ -38,7 +39,7 @@ class LabelledImages:
 
     origin: Path
     folder: Path
-    content: dict[str, Any]
+    content: Json
     problems: list[str] = field(default_factory=list)
 
     def require_readable(self) -> LabelledImages:
@@ -54,8 +55,8 @@ class LabelledImages:
 class LabelledImage:
     """One image of a split: the values of its entry, its objects, and the problems of its labels."""
 
-    entry: dict[str, Any]
-    objects: Sequence[dict[str, Any]] = ()
+    entry: Json
+    objects: Sequence[Json] = ()
     problems: Sequence[str] = ()
 
 
@@ -69,7 +70,7 @@ def collect_images(
 ) -> LabelledImages:
     """Read images with `read` in threads, and number images, objects and classes from 1."""
     categories = [{"id": i, "name": name} for i, name in enumerate(classes, start=1)]
-    content: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
+    content: Json = {"images": [], "annotations": [], "categories": categories}
     problems: list[str] = []
     for number, found in enumerate(map_in_threads(read, images, threads), start=1):
         content["images"].append({"id": number} | found.entry)

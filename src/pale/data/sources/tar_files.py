@@ -15,7 +15,7 @@ class _BoundedReader:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._file, name)
 
     def read(self, size: int) -> bytes:

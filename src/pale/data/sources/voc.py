@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from xml.etree.ElementTree import Element
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.json_types import Json
 from ...errors import DataError
 from .. import rle
 from ..decoding import image_size, read_header, read_stored_image
@@ -147,7 +147,7 @@ def read_voc(root: Path, split: str, whole: bool, threads: int) -> LabelledImage
         image = files.images.get(name)
         if image is None:
             return LabelledImage({"file_name": f"{files.folder}/{name}.jpg"})  # reported as missing
-        entry: dict[str, Any] = {"file_name": str(image.relative_to(root))}
+        entry: Json = {"file_name": str(image.relative_to(root))}
         path = files.labels.get(name)
         if path is None:
             return LabelledImage(entry)
@@ -199,13 +199,13 @@ def object_classes(root: Path, files: VocFiles) -> list[str]:
 
 def parse_annotation(
     path: Path, number: dict[str, int]
-) -> tuple[dict[str, int], dict[int, dict[str, Any]], list[str]]:
+) -> tuple[dict[str, int], dict[int, Json], list[str]]:
     """Return the size of the image if the file states it, the objects in COCO's structure, and the problems.
 
     The key of an object is its position in the file, from 1.
     """
     found = read_xml(path)
-    objects: dict[int, dict[str, Any]] = {}
+    objects: dict[int, Json] = {}
     problems = []
     listed = found.findall("object")
     if (problem := too_many_objects(path, len(listed))) is not None:
@@ -263,7 +263,7 @@ def _number(element: Element | None, tag: str) -> float | None:
     return value if abs(value) <= MAX_COORDINATE else None  # also excludes NaN
 
 
-def add_shapes(objects: dict[int, dict[str, Any]], path: Path, size: tuple[int, int]) -> None:
+def add_shapes(objects: dict[int, Json], path: Path, size: tuple[int, int]) -> None:
     """Add the shapes of SegmentationObject, whose values are the positions of the objects in the XML file."""
     (w, h), _ = read_header(path)
     if (h, w) != size:
@@ -287,7 +287,7 @@ def add_shapes(objects: dict[int, dict[str, Any]], path: Path, size: tuple[int, 
         entry |= {"segmentation": rle.encode(mask.astype(np.uint8)), "area": int(mask.sum())}
 
 
-def object_numbers(path: Path) -> NDArray[Any]:
+def object_numbers(path: Path) -> NDArray[np.generic]:
     """Return the object number of each pixel; colours, which some tools write, are mapped by VOC's palette."""
     image = read_stored_image(path)
     if len(image.getbands()) == 1:
@@ -304,7 +304,7 @@ def object_numbers(path: Path) -> NDArray[Any]:
     return found
 
 
-def _values_in(pixels: NDArray[Any]) -> set[int]:
+def _values_in(pixels: NDArray[np.generic]) -> set[int]:
     return {int(value) for rows in row_strips(pixels) for value in np.unique(pixels[rows])}
 
 

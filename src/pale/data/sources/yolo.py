@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ...core.json_types import Json
 from ...core.plain_yaml import load_yaml
 from ...errors import DataError
 from .. import rle
@@ -61,7 +61,7 @@ class YoloDataset:
     def __init__(self, root: Path) -> None:
         self.file = _description(root)
         self.root = self.base = Path(os.path.abspath(self.file.parent))
-        self._splits: Mapping[str, Any] = {}
+        self._splits: Json = {}
         if self.file.name == CLASS_FILE:
             lines = [line.strip() for line in read_label_text(self.file).splitlines()]
             self.classes = [line for line in lines if line]
@@ -206,7 +206,7 @@ def read_yolo(root: Path, split: str, whole: bool, threads: int) -> LabelledImag
     images = dataset.images(split, whole)
 
     def read(image: Path) -> LabelledImage:
-        entry: dict[str, Any] = {"file_name": str(image.relative_to(dataset.root))}
+        entry: Json = {"file_name": str(image.relative_to(dataset.root))}
         try:
             w, h = image_size(image)
         except UnreadableImageError:  # reported when the image is read
@@ -225,9 +225,7 @@ def read_yolo(root: Path, split: str, whole: bool, threads: int) -> LabelledImag
     return collect_images(dataset.file, dataset.root, dataset.classes, images, read, threads)
 
 
-def parse_labels(
-    path: Path, classes: int, size: tuple[int, int]
-) -> tuple[list[dict[str, Any]], list[str]]:
+def parse_labels(path: Path, classes: int, size: tuple[int, int]) -> tuple[list[Json], list[str]]:
     """Return the objects of a label file in COCO's structure, and the lines that cannot be read.
 
     Args:
@@ -277,9 +275,9 @@ def _line_values(words: Sequence[str], classes: int) -> tuple[list[float], str |
     return values, None
 
 
-def _as_object(values: Sequence[float], size: tuple[int, int]) -> dict[str, Any]:
+def _as_object(values: Sequence[float], size: tuple[int, int]) -> Json:
     h, w = size
-    found: dict[str, Any] = {"category_id": int(values[0]) + 1, "iscrowd": 0}
+    found: Json = {"category_id": int(values[0]) + 1, "iscrowd": 0}
     if len(values) == 5:
         x, y, width, height = (v * side for v, side in zip(values[1:], (w, h, w, h), strict=True))
         return found | {"bbox": [x - width / 2, y - height / 2, width, height]}

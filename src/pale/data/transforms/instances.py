@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...core.settings import MAX_LONG, MAX_SIZE, Settings
+from ..loader import Batch
 from ..seeding import derive_seed
 from ..sources.instances import Instances, InstanceSource, read_instances
 from ..stream import Key
@@ -201,7 +202,7 @@ def stack_padded(images: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, list[tupl
     return out.permute(0, 3, 1, 2), sizes
 
 
-def collate(samples: Sequence[Any]) -> dict[str, Any]:
+def collate(samples: Sequence[Any]) -> Batch:
     """Build a batch: images padded to one size, with their "sizes", and the objects of all images concatenated.
 
     For training "boxes", "labels", "masks" (n, h, w of the padded images) and "counts" per image; for
@@ -218,7 +219,7 @@ def collate(samples: Sequence[Any]) -> dict[str, Any]:
         }
     shown, draws, keys = zip(*samples, strict=True)
     images, sizes = stack_padded([s.pixels for s in shown])
-    batch: dict[str, Any] = {
+    batch: Batch = {
         "images": images,
         "sizes": sizes,
         "keys": torch.tensor(keys),

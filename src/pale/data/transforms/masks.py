@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...core.settings import MAX_LONG, MAX_SIZE, Settings
+from ..loader import Batch
 from ..reading import UnreadableImageError
 from ..seeding import derive_seed
 from ..sources.class_list import IGNORED, Labels
@@ -245,10 +246,10 @@ def to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
-def collate(samples: Sequence[object]) -> dict[str, Any]:
+def collate(samples: Sequence[object]) -> Batch:
     """Stack training samples; validation samples become lists, because their sizes differ."""
     images, masks, draws, keys = zip(*samples, strict=True)
-    batch: dict[str, Any] = {"keys": torch.tensor(keys)}
+    batch: Batch = {"keys": torch.tensor(keys)}
     if draws[0] is None:
         return batch | {"images": list(images), "masks": list(masks)}
     return batch | {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from timm.data import auto_augment
 
+N = TypeVar("N", bound=np.generic)
 Operation = Callable[..., Image.Image]  # arguments: image, strength, options
 
 
@@ -106,7 +107,7 @@ def _shifted(
 
 
 def slide(
-    pixels: NDArray[np.uint8], shift: NDArray[np.floating[Any]], fill: Sequence[int]
+    pixels: NDArray[np.uint8], shift: NDArray[np.floating], fill: Sequence[int]
 ) -> NDArray[np.uint8]:
     """Shift rows: output pixel (y, x) is interpolated at (y, x + shift[y]).
 
@@ -148,6 +149,6 @@ def slide(
     return moved.reshape(h, w, c)
 
 
-def _row_slices(rows: NDArray[Any], start: NDArray[np.int64], length: int) -> NDArray[Any]:
+def _row_slices(rows: NDArray[N], start: NDArray[np.int64], length: int) -> NDArray[N]:
     """Return `length` entries of each row, beginning at the row's `start`."""
     return sliding_window_view(rows, length, axis=1)[np.arange(len(rows)), start]

@@ -66,7 +66,7 @@ class Classified(Prediction):
             for rank, (name, p) in enumerate(self.scores.items(), start=1)
         ]
 
-    def arrays(self, classes: Sequence[str]) -> dict[str, NDArray[Any]]:
+    def arrays(self, classes: Sequence[str]) -> dict[str, NDArray[np.generic]]:
         """Return probabilities, class indices and names, the best first."""
         index = {name: i for i, name in enumerate(classes)}
         return {
@@ -100,9 +100,7 @@ class ClassificationPipeline(SquarePipeline):
     score: float = 0.5
 
     @classmethod
-    def from_recipe(
-        cls, recipe: Any, about: Mapping[str, Any], source: str, *, trusted: bool
-    ) -> Self:
+    def from_recipe(cls, recipe: Any, about: Json, source: str, *, trusted: bool) -> Self:
         """Return the pipeline of weights, with readable class names if the header has them.
 
         Without class names in the header there are ImageNet's 1000 classes.
@@ -228,7 +226,7 @@ class ClassificationPipeline(SquarePipeline):
         _keep_arguments(path, arguments)
 
 
-def _license(about: Mapping[str, Any]) -> str | None:
+def _license(about: Json) -> str | None:
     """Return the licence that a header states; that of the code does not apply to other weights."""
     found = about.get("license")
     return found if isinstance(found, str) and LICENSE.fullmatch(found) else None

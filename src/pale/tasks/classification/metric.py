@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import reduce
 
 import numpy as np
 import torch
@@ -17,6 +17,10 @@ from ..prediction import Json
 from .loss import SourceClasses, mixture_loss
 
 Guess = tuple[float, int, int, int]  # loss or probability, sample, label, guess
+# Sums, confusion matrix, mistakes by loss; mistakes and hits by probability.
+TopKState = tuple[Tensor, Tensor, list[Guess], tuple[list[Guess], list[Guess]]]
+# Sums by source, and scores and labels of tags by source.
+SourceState = tuple[Tensor, dict[int, list[tuple[Tensor, Tensor]]]]
 
 
 class TopK:
@@ -66,16 +70,16 @@ class TopK:
             rows = _rows(most, certainty, samples, labels, guess)
             kept[:] = by_confidence([*kept, *rows], self.MISTAKES)
 
-    def state(self) -> Any:
+    def state(self) -> TopKState:
         """Return sums, confusion matrix, mistakes and hits."""
         if self.sums is None or self.confusion is None:
             return torch.zeros(4).double(), torch.zeros(self.classes**2).long(), [], ([], [])
         return self.sums.cpu(), self.confusion.cpu(), self.mistakes, self.confident
 
-    def merge(self, states: Sequence[Any]) -> dict[str, float]:
+    def merge(self, states: Sequence[TopKState]) -> dict[str, float]:
         """Return the figures over all processes."""
-        images, top1, top5, loss = sum(state[0] for state in states).tolist()
-        confusion: Tensor = sum(state[1] for state in states)
+        images, top1, top5, loss = reduce(torch.add, (state[0] for state in states)).tolist()
+        confusion = reduce(torch.add, (state[1] for state in states))
         self.total_confusion = confusion.view(self.classes, self.classes)
         self.worst = sorted((m for s in states for m in s[2]), reverse=True)[: self.MISTAKES]
         mistakes, hits = ([g for s in states for g in s[3][i]] for i in (0, 1))
@@ -195,14 +199,14 @@ class SourceMetric:
                 )
         self.sums = sums if self.sums is None else self.sums + sums
 
-    def state(self) -> Any:
+    def state(self) -> SourceState:
         """Return the sums, and scores and labels of tags."""
         sums = torch.zeros(len(self.source.members), 4).double()
         return sums if self.sums is None else self.sums.cpu(), self.tags
 
-    def merge(self, states: Sequence[Any]) -> dict[str, float]:
+    def merge(self, states: Sequence[SourceState]) -> dict[str, float]:
         """Return "score", the mean over the sources of top-1 or mAP; loss, images; and NAME.top1, top5 or map."""
-        sums: Tensor = sum(sums for sums, _ in states)
+        sums = reduce(torch.add, (sums for sums, _ in states))
         tags: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for _, found in states:
             for number, pairs in found.items():

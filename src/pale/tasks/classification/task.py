@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from ...core.progress import progress_bar
 from ...data.gpu import decode as on_device
@@ -153,15 +154,15 @@ class ClassificationTask(Task):
         """Return the steps at which the image size changes."""
         return [first for first, _ in self.data.phases(steps)]
 
-    def phase_data(self, data: Any, step: int, steps: int) -> Any:
+    def phase_data(self, data: Dataset[Any], step: int, steps: int) -> Dataset[Any]:
         """Return the training set with images of the size of a step."""
         if not self.data.sizes:
             return data
         size = [size for first, size in self.data.phases(steps) if first <= step][-1]
         changed = copy(data)
-        if isinstance(data, on_device.PlannedDataset):
+        if isinstance(changed, on_device.PlannedDataset):
             changed.planner = Planner(size, self.augment)
-        else:
+        elif isinstance(changed, ImageDataset):
             changed.transform = train_transform(size, self.augment)
         return changed
 

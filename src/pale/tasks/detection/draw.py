@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -84,7 +83,7 @@ def _label(
     at: tuple[float, float],
     text: str,
     colour: Colour,
-    font: Any,
+    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
     size: tuple[int, int],
 ) -> None:
     left, top, right, bottom = draw.textbbox((0, 0), text, font=font)

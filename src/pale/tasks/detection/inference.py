@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -135,7 +135,7 @@ class Detected(Prediction):
             found.append(row | {k: f"{v:.2f}" for k, v in box})
         return found
 
-    def arrays(self, classes: Sequence[str]) -> dict[str, NDArray[Any]]:
+    def arrays(self, classes: Sequence[str]) -> dict[str, NDArray[np.generic]]:
         """Return the objects, and height and width of the image, which are needed to decode their shapes.
 
         Boxes are left, top, right, bottom; shapes are run lengths of COCO.
@@ -183,9 +183,7 @@ class DetectionPipeline(DensePipeline):
     categories: tuple[int, ...] = ()
 
     @classmethod
-    def from_recipe(
-        cls, recipe: Any, about: Mapping[str, Any], source: str, *, trusted: bool
-    ) -> Self:
+    def from_recipe(cls, recipe: Any, about: Json, source: str, *, trusted: bool) -> Self:
         """Return the pipeline of weights; classes and ids come from the header or the data of the recipe."""
         names = tuple(about.get("classes") or ())
         known, categories = names, _categories(about, len(names))
@@ -344,7 +342,7 @@ def _listed(recipe: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(source.classes), tuple(source.categories)
 
 
-def _categories(about: Mapping[str, Any], count: int) -> tuple[int, ...]:
+def _categories(about: Json, count: int) -> tuple[int, ...]:
     """Return the ids in a header; none if they are absent or wrong."""
     categories = about.get("categories")
     return tuple(categories) if is_number_list(categories, count, 2**31) else ()  # type: ignore[arg-type]

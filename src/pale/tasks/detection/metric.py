@@ -7,7 +7,7 @@ processes are concatenated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from ..base import Batch
 from ..gallery import best_and_worst
 from ..prediction import Json
 
+# Images, labels, detections, and scores of the images.
+State = tuple[list[Json], list[Json], list[Json], list[Json]]
 Kind = Literal["bbox", "segm"]
 FIGURES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 PREFIX: dict[Kind, str] = {"bbox": "box", "segm": "mask"}
@@ -112,11 +114,11 @@ class AveragePrecision:
             self.detections += results
             self.scores.append({"index": index, "f1": image_score(own, results)})
 
-    def state(self) -> Any:
+    def state(self) -> State:
         """Return images, labels, detections, and scores of the images."""
         return self.images, self.labels, self.detections, self.scores
 
-    def merge(self, states: Sequence[Any]) -> dict[str, float]:
+    def merge(self, states: Sequence[State]) -> dict[str, float]:
         """Return the figures over all processes."""
         self.images = sorted((i for s in states for i in s[0]), key=lambda image: image["index"])
         place = {image["id"]: image["index"] for image in self.images}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -75,7 +75,7 @@ class Segmented(Prediction):
             image | {"class": name, "share": f"{share:.4f}"} for name, share in self.shares.items()
         ]
 
-    def arrays(self, classes: Sequence[str]) -> dict[str, NDArray[Any]]:
+    def arrays(self, classes: Sequence[str]) -> dict[str, NDArray[np.generic]]:
         """Return the class indices of the pixels."""
         return {"mask": self.labels}
 
@@ -124,9 +124,7 @@ class SegmentationPipeline(DensePipeline):
     colours: tuple[Colour, ...] = ()
 
     @classmethod
-    def from_recipe(
-        cls, recipe: Any, about: Mapping[str, Any], source: str, *, trusted: bool
-    ) -> Self:
+    def from_recipe(cls, recipe: Any, about: Json, source: str, *, trusted: bool) -> Self:
         """Return the pipeline of weights; classes and colours come from the header or the data of the recipe."""
         names = tuple(about.get("classes") or ())
         known, colours = names, _colours(about, len(names))
@@ -271,7 +269,7 @@ def _listed(recipe: Any) -> tuple[tuple[str, ...], tuple[Colour, ...]]:
     return tuple(listed.names), tuple(listed.colours)
 
 
-def _colours(about: Mapping[str, Any], count: int) -> tuple[Colour, ...]:
+def _colours(about: Json, count: int) -> tuple[Colour, ...]:
     """Return the colours in a header; none where they are absent or wrong."""
     colours = about.get("colours")
     if not isinstance(colours, list) or len(colours) != count:

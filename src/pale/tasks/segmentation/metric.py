@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from ..gallery import best_and_worst
 from ..prediction import Json
 from .segmenter import Inference, Segmenter
 
+State = tuple[Tensor, int, list[Json]]  # confusion matrix, number of images, best and worst images
 KEPT_SIDE = 320  # pixels of a kept prediction
 
 
@@ -86,11 +86,11 @@ class MeanIoU:
         if entry in self.entries:
             entry["prediction"] = pack(guesses.numpy())
 
-    def state(self) -> Any:
+    def state(self) -> State:
         """Return the matrix, the number of images, and the best and worst images."""
         return self.matrix, self.images, self.entries
 
-    def merge(self, states: Sequence[Any]) -> dict[str, float]:
+    def merge(self, states: Sequence[State]) -> dict[str, float]:
         """Return the figures over all processes."""
         self.matrix = torch.stack([matrix for matrix, _, _ in states]).sum(0)
         self.images = sum(images for _, images, _ in states)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ...core.json_types import Json
 from ...errors import RunError
 
 MAX_IMAGES = 100  # of each list of images; an evaluation lists at most 24
@@ -32,7 +32,7 @@ class Details(BaseModel):
     confident_mistakes: list[Guess] = Field(default=[], max_length=MAX_IMAGES)
     confident_hits: list[Guess] = Field(default=[], max_length=MAX_IMAGES)
     per_class: list[Row] = Field(default=[], max_length=MAX_CLASSES)
-    gallery: list[dict[str, Any]] = Field(default=[], max_length=MAX_IMAGES)
+    gallery: list[Json] = Field(default=[], max_length=MAX_IMAGES)
 
     @model_validator(mode="after")
     def _fits(self) -> Details:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
 from ...core.data_urls import jpeg_data_url
+from ...core.json_types import Json
 from ...core.numbers import finite_number
 from ...recipes.schema import Recipe
 from ...tasks.base import Task
@@ -90,7 +90,7 @@ class Images:
             if part
         )
 
-    def _panels(self, entries: Sequence[dict[str, Any]]) -> str:
+    def _panels(self, entries: Sequence[Json]) -> str:
         figures = []
         for entry in entries:
             scores = [

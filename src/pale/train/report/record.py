@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ... import recipes
+from ...core.json_types import Json
 from ...core.numbers import finite_number
 from ...errors import RunError
 from ...recipes.files import read_recipe
@@ -21,7 +21,7 @@ from .details import Details, read_details
 # Raised if the dataset has been moved or changed, or is not on this machine.
 MISSING_DATA = (ValueError, OSError, LookupError, TypeError)
 
-Event = dict[str, Any]
+Event = Json
 Point = tuple[float, float]
 
 MAX_LOG_BYTES = 2**28  # a long run that logs every step has 100 MB
@@ -74,7 +74,7 @@ class RunRecord:
         return points(self.events, kind, name, over)
 
     @cached_property
-    def last_evaluation(self) -> dict[str, Any]:
+    def last_evaluation(self) -> dict[str, object]:
         """Metrics of the last evaluation; empty if there was none."""
         found = self.of("eval")
         return dict(flat(found[-1])) if found else {}
@@ -160,7 +160,9 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(folder, recipe, log.read(path), read_details(folder / "evaluation.json"))
 
 
-def flat(event: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
+def flat(
+    event: Mapping[str, object], prefix: str = "", depth: int = 1
+) -> Iterator[tuple[str, object]]:
     """Yield the metrics of an event; those in groups have dotted names."""
     for name, value in event.items():
         if isinstance(value, dict):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from ...recipes.schema import Recipe
 
@@ -12,7 +11,7 @@ NOT_SETTINGS = ("name", "about", "reported", "required")  # without influence on
 MISSING = "(none)"  # recipes of different tasks have different settings
 
 
-def flat_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_settings(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the settings of a recipe by dotted name."""
     for name, value in values.items():
         if not prefix and name in NOT_SETTINGS:
@@ -31,7 +30,7 @@ def different_settings(recipes: Sequence[Recipe]) -> dict[str, list[str]]:
     return {name: values for name, values in shown.items() if len(set(values)) > 1}
 
 
-def _shown(values: Mapping[str, Any], name: str) -> str:
+def _shown(values: Mapping[str, object], name: str) -> str:
     if name not in values:
         return MISSING
     value = values[name]

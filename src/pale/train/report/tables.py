@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
-from typing import Any
 
 from ...core.escaping import escape_html
 from ...core.numbers import finite_number, format_number
@@ -18,7 +17,7 @@ MAX_COUNT = 9999  # in a cell of the matrix; larger counts are shown as shares
 MAX_ROWS = 1000  # of a table
 
 
-def text(value: Any, limit: int = MAX_TEXT) -> str:
+def text(value: object, limit: int = MAX_TEXT) -> str:
     """Return text from a file for HTML, shortened to `limit` characters."""
     found = str(value)
     return escape_html(found if len(found) <= limit else found[: limit - 1] + "…")
@@ -39,7 +38,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], look: str = "") ->
     return f"<div class='scroll {look}'><table><thead><tr>{titles}<tbody>{body}</table></div>"
 
 
-def number_cell(value: Any, percent: bool = False) -> str:
+def number_cell(value: object, percent: bool = False) -> str:
     """Return a right-aligned cell; percentages have one digit and a bar."""
     number = finite_number(value)
     if number is None:
@@ -93,7 +92,7 @@ def _is_percent(rows: Sequence[Row], column: str) -> bool:
     return bool(found) and all(isinstance(value, float) for value in found)
 
 
-def _rank(row: Row, column: str, percents: Sequence[str]) -> tuple[Any, ...]:
+def _rank(row: Row, column: str, percents: Sequence[str]) -> tuple[object, ...]:
     value = row[column]
     number = finite_number(value)
     if column == "class" or (number is None and value is not None and not isinstance(value, float)):

@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
+from ...core.json_types import Json
 from ...errors import WeightsError
 
 FOLDER = Path(__file__).parent
@@ -59,7 +59,7 @@ class ZooEntry:
     recipe: str = ""
     command: str = ""
     license: str = ""
-    timm: dict[str, Any] = field(default_factory=dict)
+    timm: Json = field(default_factory=dict)
 
     @property
     def timm_name(self) -> str:
@@ -67,7 +67,7 @@ class ZooEntry:
         return f"{self.model}.{self.timm['tag']}" if self.timm else ""
 
     @property
-    def timm_config(self) -> dict[str, Any]:
+    def timm_config(self) -> Json:
         """Return the preprocessing and the class names, as timm's `pretrained_cfg` calls them."""
         return {name: self.timm[name] for name in TIMM_CONFIG} if self.timm else {}
 
