@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeVar
 
 from ...errors import DataError, SettingsError
 from ..reading import (
@@ -47,6 +47,9 @@ class ImageItem(Protocol):
 
     def load(self) -> str | os.PathLike[str] | bytes:
         """Return its path or its content; raise an UnreadableImageError or an OSError if that fails."""
+
+
+Item = TypeVar("Item", bound=ImageItem)
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ def local_items(sources: Sequence[Path], shard: Shard = WHOLE) -> Iterator[Image
         yield from tar_items(archive.path, archive.name)
 
 
-def distinct(items: Iterable[FileItem]) -> Iterator[FileItem]:
+def distinct(items: Iterable[Item]) -> Iterator[Item]:
     """Yield the items sorted by name, each name once."""
     last = None
     for item in sorted(items, key=lambda item: item.name):
@@ -196,7 +199,7 @@ def distinct(items: Iterable[FileItem]) -> Iterator[FileItem]:
         last = item.name
 
 
-def own_archives(archives: Iterable[FileItem], shard: Shard) -> list[FileItem]:
+def own_archives(archives: Iterable[Item], shard: Shard) -> list[Item]:
     """Return every n-th archive in the order of their names."""
     return list(distinct(archives))[shard.index :: shard.count]
 

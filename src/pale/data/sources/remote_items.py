@@ -24,9 +24,11 @@ from .items import (
     BadItem,
     ImageItem,
     Shard,
+    distinct,
     is_archive,
     is_file_name,
     list_names,
+    own_archives,
     source_prefixes,
     tar_items,
 )
@@ -43,27 +45,27 @@ def remote_items(
         shard: shard to return.
         options: time limits and the cache of archives.
     """
-    files: dict[str, RemoteItem] = {}
-    archives: dict[str, RemoteItem] = {}
+    files: list[RemoteItem] = []
+    archives: list[RemoteItem] = []
     names = [posixpath.basename(address.rstrip("/")) for address in addresses]
     sources = zip(addresses, common_stores(addresses, options), source_prefixes(names), strict=True)
     for address, store, prefix in sources:
         for name, found, size in _entries(store, address):
             name = display_name(prefix + name)
+            item = RemoteItem(name, found, store, size)
             if is_archive(name):
-                archives[name] = RemoteItem(name, found, store, size)
+                archives.append(item)
             elif shard.owns(name):
-                files[name] = RemoteItem(name, found, store, size)
-    yield from (files[name] for name in sorted(files))
+                files.append(item)
+    yield from distinct(files)
     cache = ArchiveCache(options)
-    for name in sorted(archives)[shard.index :: shard.count]:
-        archive = archives[name]
+    for archive in own_archives(archives, shard):
         try:
             path = cache.fetch(archive.store, archive.address, archive.size)
         except RemoteError as error:
-            yield BadItem(name, str(error))
+            yield BadItem(archive.name, str(error))
         else:
-            yield from tar_items(str(path), name)
+            yield from tar_items(str(path), archive.name)
 
 
 def _entries(store: Store, address: str) -> Iterator[tuple[str, str, int | None]]:
