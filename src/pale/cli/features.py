@@ -88,7 +88,7 @@ class MakeTokenLabels(Reporting, TokenLabelSettings, name="token-labels make", s
     def run(self) -> None:
         """Make the labels and print how to train with them."""
         from ..tools.tables import describe_token_labels
-        from ..tools.token_labels import make_token_labels
+        from ..tools.teacher import make_token_labels
 
         report = (lambda line: None) if self.json else print_line
         made = make_token_labels(self, self.overrides, report, select_progress(self.json))

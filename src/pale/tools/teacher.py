@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,13 @@ from ..data.sources.token_labels import (
 )
 from ..data.transforms.images import resize, to_tensor
 from ..errors import SettingsError, WeightsError
+from ..recipes.kinds import Classification
 from ..weights.compare import load_into
 from ..weights.read import load_header, load_weights
 from .features import load_backbone
+from .token_labels import TokenLabelSettings
+
+TOP = 5  # classes kept at each position
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,38 @@ class SquareResize:
     def __call__(self, image: Image.Image) -> Tensor:
         """Return the image as uint8, (3, size, size)."""
         return to_tensor(resize(image, self.size, self.interpolation))
+
+
+def make_token_labels(
+    settings: TokenLabelSettings,
+    data_settings: Mapping[str, object],
+    report: Callable[[str], None] = lambda line: None,
+    track: Track = no_progress,
+) -> TokenLabelManifest:
+    """Write the token labels of the training images.
+
+    Args:
+        settings: teacher and output.
+        data_settings: data settings of a classification recipe by dotted name: {"data.root": DIR}.
+        report: called with a line about each shard.
+        track: shows the progress.
+    """
+    data = Classification().override(data_settings).data
+    source = data.train_source(settings.seed)
+    number, parts = settings.part.split("/")
+    return write_token_labels(
+        load_teacher(settings.model, source.classes, settings.weights, settings.size),
+        source,
+        settings.output,
+        k=settings.k or min(TOP, len(source.classes)),
+        shard=settings.shard,
+        batch=settings.batch_size,
+        workers=data.workers,
+        device=settings.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        part=(int(number), int(parts)),
+        log=report,
+        track=track,
+    )
 
 
 def write_token_labels(

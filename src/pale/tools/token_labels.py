@@ -1,22 +1,12 @@
-"""Settings of token labels, and the function that makes them.
-
-This module imports nothing heavy at its top, for a fast `pale --help`; `teacher.py` does the work.
-"""
+"""Settings of token labels. This module imports nothing heavy, for a fast `pale --help`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ..core.options import option, settings_class
-from ..core.progress import Track, no_progress
 from ..errors import SettingsError
-
-if TYPE_CHECKING:
-    from ..data.sources.token_labels import TokenLabelManifest
-
-TOP = 5  # classes kept at each position
 
 
 @settings_class
@@ -58,40 +48,3 @@ class TokenLabelSettings:
             if value is not None and value < 1:
                 option_name = name.replace("_", "-")
                 raise SettingsError(f"--{option_name} must be at least 1, got {value}")
-
-
-def make_token_labels(
-    settings: TokenLabelSettings,
-    data_settings: Mapping[str, object],
-    report: Callable[[str], None] = lambda line: None,
-    track: Track = no_progress,
-) -> TokenLabelManifest:
-    """Write the token labels of the training images.
-
-    Args:
-        settings: teacher and output.
-        data_settings: data settings of a classification recipe by dotted name: {"data.root": DIR}.
-        report: called with a line about each shard.
-        track: shows the progress.
-    """
-    import torch
-
-    from ..recipes.kinds import Classification
-    from . import teacher
-
-    data = Classification().override(data_settings).data
-    source = data.train_source(settings.seed)
-    number, parts = settings.part.split("/")
-    return teacher.write_token_labels(
-        teacher.load_teacher(settings.model, source.classes, settings.weights, settings.size),
-        source,
-        settings.output,
-        k=settings.k or min(TOP, len(source.classes)),
-        shard=settings.shard,
-        batch=settings.batch_size,
-        workers=data.workers,
-        device=settings.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        part=(int(number), int(parts)),
-        log=report,
-        track=track,
-    )

@@ -14,6 +14,9 @@ import torch
 from .. import __version__
 from .distributed import World
 
+if sys.platform != "win32":
+    import resource
+
 
 def peak_memory_mb(device: torch.device) -> float | None:
     """Return the peak memory of the GPU, or of this process on a CPU; None if the system does not report it."""
@@ -21,8 +24,6 @@ def peak_memory_mb(device: torch.device) -> float | None:
         return torch.cuda.max_memory_allocated() / 2**20
     if sys.platform == "win32":
         return None
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 

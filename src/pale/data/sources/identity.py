@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from functools import singledispatch
 from itertools import islice
@@ -37,12 +37,6 @@ class Digest(Protocol):
 
     def hexdigest(self) -> str:
         """Return the digest."""
-
-
-class Sized(Protocol):
-    """Any source of samples."""
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
