@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from .json_types import Json
+from .plain_json import Json
 from .plain_yaml import load_yaml
 
 S = TypeVar("S", bound="Settings")

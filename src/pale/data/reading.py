@@ -16,6 +16,8 @@ from typing import IO, BinaryIO, TypeVar
 
 from PIL import Image, TiffImagePlugin
 
+from ..core.lists import list_first
+
 # Formats of cameras, browsers and annotation tools. Pillow reads MPO, which some cameras write, as JPEG.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 FORMAT_NAMES = "JPEG, PNG, WebP, GIF, BMP and TIFF"
@@ -82,14 +84,7 @@ def repeated_value(values: Sequence[T]) -> T:
 
 def shorten_list(items: Sequence[object]) -> str:
     """Return the first five items and the number of the others, for messages: "'a', 'b' and 7 more"."""
-    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
-    return ", ".join(repr(item) for item in items[:5]) + more
-
-
-def first_of(problems: Sequence[str], others: str = "more") -> str:
-    """Return the first problem and the number of the others: "a.jpg is damaged (and 7 more)"."""
-    count = len(problems) - 1
-    return f"{problems[0]} (and {count} {others})" if count else problems[0]
+    return list_first([repr(item) for item in items], 5)
 
 
 def require_distinct_names(names: Sequence[str], where: object) -> None:

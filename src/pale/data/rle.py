@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.json_types import Json
+from ..core.plain_json import Json
 from .transforms.resizing import scaled_mask
 
 # Total length of the outlines of a shape, in sides of the image. Drawing takes about 60 bytes per pixel of outline.

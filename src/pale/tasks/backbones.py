@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import model_validator
 from torch import Tensor, nn
 
+from ..core.lists import list_first
 from ..errors import SettingsError, WeightsError
 from ..model.pale_transformer import VARIANTS
 from ..weights.compare import can_resize, load_into
@@ -109,9 +109,9 @@ def init_backbone(model: nn.Module, path: Path) -> str:
     unused = sorted(tensors.keys() - own.keys())
     heads = f"the heads ({len(model.state_dict()) - len(own)} tensors)"
     parts = [f"{path}: {len(fitting)} of {len(own)} tensors of the backbone loaded"]
-    parts.append(f"new: {', '.join([heads, *_first(missing)])}")
-    parts += [f"did not fit: {', '.join(_first(unfit))}"] if unfit else []
-    parts += [f"not used: {', '.join(_first(unused))}"] if unused else []
+    parts.append(f"new: {heads}" + (f", {list_first(missing, 3)}" if missing else ""))
+    parts += [f"did not fit: {list_first(unfit, 3)}"] if unfit else []
+    parts += [f"not used: {list_first(unused, 3)}"] if unused else []
     return "; ".join(parts)
 
 
@@ -148,14 +148,6 @@ def _adapt(inner: nn.Module, tensors: dict[str, Tensor], path: Path) -> dict[str
 
 def _fits(name: str, tensor: Tensor, own: Tensor) -> bool:
     return tensor.shape == own.shape or can_resize(name, tensor, own)
-
-
-def _first(names: Sequence[str]) -> list[str]:
-    """Return the first three names; the number of the others follows the last one."""
-    shown = list(names[:3])
-    if len(names) > 3:
-        shown[-1] += f" and {len(names) - 3} more"
-    return shown
 
 
 def inner_model(model: nn.Module) -> nn.Module:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from ..core.plain_json import parse_json
 from ..data.decoding import read_stored_image
 from ..data.reading import SUFFIXES, display_name, read_text
 from ..data.sources.class_list import IGNORED
@@ -168,7 +168,7 @@ def _single_annotation(root: Path) -> Layout | None:
         raise DataError(
             f"{root} holds several annotation files ({names}); choose one: --data.annotations FILE --data.images DIR"
         )
-    content = json.loads(read_text(single[0]))
+    content = parse_json(read_text(single[0]))
     first = str(content["images"][0].get("file_name", ""))
     folders = [name for name in (".", "images", "train") if (root / name / first).is_file()]
     settings: dict[str, object] = {"data.annotations": str(single[0].relative_to(root))} | HOLD_OUT
@@ -177,8 +177,8 @@ def _single_annotation(root: Path) -> Layout | None:
 
 def _looks_like_coco(path: Path) -> bool:
     try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError):
+        content = parse_json(read_text(path))
+    except ValueError:
         return False
     if not isinstance(content, dict) or not {"annotations", "categories"} <= content.keys():
         return False
@@ -189,8 +189,8 @@ def _looks_like_coco(path: Path) -> bool:
 def _objects(path: Path, settings: dict[str, object]) -> Layout:
     """Return the layout of a detector; without a head for masks if an object has no shape."""
     try:
-        entries = json.loads(read_text(path))["annotations"]
-    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        entries = parse_json(read_text(path))["annotations"]
+    except (ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"{display_name(path)} holds no annotations in COCO format ({str(error)[:100]}); write it again"
         ) from None

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..core.json_types import Json as Json
+from ..core.plain_json import Json as Json
 from ..data import rle
 from ..data.rle import Shape
 

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from .. import __version__
-from ..core.json_types import Json
+from ..core.plain_json import Json
 from ..ops.block import triton_op
 from ..ops.pale_attention import BACKENDS, Backend, choose, pale_attention
 from ..ops.pale_attention.region import Region

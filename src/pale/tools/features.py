@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ..core.plain_json import parse_json
 from ..core.progress import Track, no_progress
 from ..data.loader import ImageDataset, collate, iterate_batches
 from ..data.sources.images import ImageSource
@@ -27,7 +28,6 @@ from ..tasks.building import build_for
 from ..tasks.square_pipeline import SquarePipeline
 from ..train.checkpoint import write_file
 from ..weights.compare import load_into
-from ..weights.header import parse_json
 from ..weights.read import load_header, load_rest
 from ..weights.write import save_weights
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import get_args
 
-from ..core.json_types import Json
+from ..core.plain_json import Json
 from ..model.cost import Cost, Counting, count
 from ..model.pale_transformer import PaleConfig
 from ..ops.pale_attention.region import Region

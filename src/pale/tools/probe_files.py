@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..core.json_types import Json
+from ..core.plain_json import Json
 from ..errors import SettingsError
 from .features import Features, fit_probe, save_probe
 from .neighbours import score_neighbours

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..core.console import Table
-from ..core.json_types import Json
+from ..core.plain_json import Json
 from ..data.sources.token_labels import TokenLabelManifest
 from ..model.cost import Cost, Reproduced
 from ..recipes.schema import Recipe

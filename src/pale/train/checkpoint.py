@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..core.files import fresh_path
-from ..core.json_types import Json
+from ..core.plain_json import Json, parse_json
 from ..errors import PaleError, WeightsError
 from ..weights.read import load_weights, require_uncompressed
 from ..weights.write import save_weights
@@ -198,7 +198,7 @@ def is_good(path: Path, sums: bool = True) -> bool:
             and (not sums or _sum(path / name) == entry["sha256"])
             for name, entry in files.items()
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -206,7 +206,7 @@ def _manifest(path: Path) -> dict[str, Json]:
     """Return size and checksum of the files of a checkpoint by name; raise if the manifest is not valid."""
     if _size(path, "manifest.json") > MAX_MANIFEST:
         raise ValueError(f"{path}/manifest.json has more than {MAX_MANIFEST} bytes")
-    content = json.loads((path / "manifest.json").read_bytes())
+    content = parse_json((path / "manifest.json").read_bytes())
     if content["step"] != _step(path):
         raise ValueError(f"{path}/manifest.json is of step {content['step']}")
     files = content["files"]

@@ -24,7 +24,7 @@ from rich.text import Text
 from ..core.console import Console, Table
 from ..core.escaping import escape_line, escape_message
 from ..core.files import fresh_path
-from ..core.json_types import Json
+from ..core.plain_json import Json, parse_json
 from ..errors import UnavailableError
 from ..tasks.base import Task
 
@@ -115,8 +115,8 @@ def read(path: Path) -> list[Json]:
     with path.open("rb") as lines:
         for line in lines:
             try:
-                entry = json.loads(line.decode())
-            except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
+                entry = parse_json(line.decode())
+            except ValueError:  # not JSON, not UTF-8, or nested too deeply
                 continue
             if isinstance(entry, dict) and isinstance(entry.get("event"), str):
                 entries.append(entry)

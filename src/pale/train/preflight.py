@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..core.lists import list_first
 from ..core.memory import available_memory
 from ..data.stream import Stream
 from ..recipes.schema import Recipe
@@ -43,10 +44,9 @@ def find_warnings(recipe: Recipe, stream: Stream, task: Task) -> list[str]:
         )
     counts = task.class_counts()
     if few := {name: n for name, n in counts.items() if n < FEW_IMAGES}:
-        listed = ", ".join(f"{name}: {n}" for name, n in list(few.items())[:5])
-        more = f" and {len(few) - 5} more" if len(few) > 5 else ""
+        listed = list_first([f"{name}: {n}" for name, n in few.items()], 5)
         found.append(
-            f"classes with fewer than {FEW_IMAGES} training images ({listed}{more}) are learned poorly; add images "
+            f"classes with fewer than {FEW_IMAGES} training images ({listed}) are learned poorly; add images "
             "or merge classes"
         )
     if counts and max(counts.values()) > UNEVEN * min(counts.values()):

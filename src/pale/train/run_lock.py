@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..core.plain_json import parse_json
 from ..errors import RunError
 from .distributed import World
 
@@ -116,9 +117,9 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
 
 def _locked_message(run: Path, descriptor: int) -> str:
     try:
-        about = json.loads(os.pread(descriptor, HOLDER_BYTES, 0))
+        about = parse_json(os.pread(descriptor, HOLDER_BYTES, 0))
         holder = f"process {int(about['pid'])} on {about['host']!r} since {about['since']!r}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         holder = "another process"
     return (
         f"{run} is in use by {holder}; two processes in one folder would damage it: wait for that process, stop "

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from ..core.json_types import Json
+from ..core.plain_json import Json
 from ..data.decoding import read_image
 from ..errors import SettingsError, WeightsError
 from ..model.layers import separable_convs

@@ -16,7 +16,7 @@ from PIL import Image
 
 from ..core.data_urls import jpeg_data_url
 from ..core.escaping import content_policy, escape_html
-from ..core.json_types import Json
+from ..core.plain_json import Json
 from ..errors import SettingsError
 from .attention import (
     Array,

@@ -6,6 +6,7 @@ import os
 
 from torch import Tensor, nn
 
+from ..core.lists import list_first
 from ..errors import WeightsError
 from .read import Weights
 
@@ -70,5 +71,4 @@ def _require_equal_shapes(
 def _some(kind: str, names: list[str]) -> str:
     if not names:
         return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{kind} {', '.join(names[:3])}{more}; "
+    return f"{kind} {list_first(names, 3)}; "

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.json_types import Json
+from ..core.plain_json import Json, parse_json
 from ..errors import WeightsError
 from .pack import checksum
 
@@ -79,14 +79,6 @@ def _parse_shape(name: str, entry: Any, size: int) -> list[int]:
     if end - start != DTYPES[kind] * math.prod(shape):
         raise ValueError(f"{name[:80]} has {end - start} bytes, not those of its shape")
     return list(shape)
-
-
-def parse_json(text: str) -> Any:
-    """Parse JSON from a file; raise `ValueError` if it is invalid or nested too deeply."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("JSON is nested too deeply") from None
 
 
 def classes_problem(about: Mapping[str, object]) -> str | None:

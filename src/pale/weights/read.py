@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from ..core.json_types import Json
+from ..core.plain_json import Json
 from ..errors import WeightsError
 from . import zoo
 from .header import CHECKSUM, damaged, file_checksum, read_header

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.json_types import Json
+from ...core.plain_json import Json
 from ...core.progress import Track, map_in_threads, no_progress
 from .. import rle
 from ..decoding import read_image

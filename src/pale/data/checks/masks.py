@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.json_types import Json
+from ...core.plain_json import Json
 from ...core.progress import Track, no_progress
 from ..sources.mask_survey import PairCheck, check_pairs
 from ..sources.masks import MaskSource

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ...core.json_types import Json
+from ...core.plain_json import Json
 
 MAX_SHOWN = 20  # items that are printed per problem
 SAME_IMAGE = "the same image in two splits"

@@ -6,7 +6,6 @@ and logged. Ambiguous entries (ids that occur twice, unknown categories) raise a
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +15,8 @@ from typing import TypeGuard
 import numpy as np
 from PIL import Image
 
-from ...core.json_types import Json
+from ...core.lists import first_of
+from ...core.plain_json import Json, parse_json
 from ...core.progress import map_in_threads
 from .. import rle
 from ..decoding import read_image
@@ -25,7 +25,6 @@ from ..reading import (
     MAX_SIDE,
     UnreadableImageError,
     display_name,
-    first_of,
     read_text,
     repeated_value,
     require_distinct_names,
@@ -44,8 +43,8 @@ def read_annotations(path: Path) -> Json:
         )
     text = read_text(path)
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error})") from None
     for part in ("images", "annotations", "categories"):
         if not isinstance(content, dict) or not isinstance(content.get(part), list):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.json_types import Json
+from ...core.plain_json import Json
 from ...core.progress import Track, no_progress
 from ..decoding import read_stored_image
 from ..reading import UnreadableImageError, display_name, require_distinct_names

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ...core.json_types import Json
+from ...core.plain_json import Json
 from .. import rle
 from ..decoding import image_size, read_image, read_stored_image
 from ..reading import UnreadableImageError, display_name

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from ...core.json_types import Json
+from ...core.lists import first_of
+from ...core.plain_json import Json
 from ...core.progress import map_in_threads
 from ...errors import DataError
-from ..reading import display_name, first_of, read_bytes
+from ..reading import display_name, read_bytes
 
 T = TypeVar("T")
 MAX_LABEL_BYTES = 2**24  # maximum size of one label file

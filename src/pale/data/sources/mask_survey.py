@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.lists import first_of
 from ...core.progress import Track, map_in_threads, no_progress
 from ..decoding import image_size, read_header
-from ..reading import UnreadableImageError, first_of
+from ..reading import UnreadableImageError
 from .class_list import IGNORED, row_strips
 from .masks import MaskFiles, MaskSource
 

@@ -59,7 +59,7 @@ class RemoteShardFiles(ShardFiles):
                 "them again"
             )
         self.whole = int(index.bytes.sum()) <= options.cache_bytes
-        self._use_index(Path(display_name(self.address)), split, index, classes)
+        super().__init__(Path(display_name(self.address)), split, classes, index)
 
     def shard_path(self, shard: int) -> Path:
         """Return the path of a local copy of a tar."""

@@ -298,15 +298,23 @@ def _require_valid_index(index: ShardIndex) -> None:
 
 
 class ShardFiles:
-    """The images of a split in shards, by index."""
+    """The images of a split in shards, by index.
 
-    def __init__(self, folder: Path, split: str, classes: Sequence[str] | None = None) -> None:
-        self._use_index(folder, split, load_index(folder, split), classes)
+    Args:
+        folder: contains `<split>-*.tar`.
+        split: name of the split.
+        classes: classes of the training set, for validation.
+        index: positions of the images; None: load them.
+    """
 
-    def _use_index(
-        self, folder: Path, split: str, index: ShardIndex, classes: Sequence[str] | None
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        classes: Sequence[str] | None = None,
+        index: ShardIndex | None = None,
     ) -> None:
-        self.folder, self.index = folder, index
+        self.folder, self.index = folder, index or load_index(folder, split)
         self.classes = list(classes if classes is not None else self.index.classes)
         require_distinct_names(self.classes, f"{folder}/{split}")
         if classes is not None and list(classes) != list(self.index.classes):

@@ -9,10 +9,10 @@ they are the sorted names of the training set. An image may have no tag.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...core.plain_json import parse_json
 from ...errors import DataError
 from ..reading import display_name, read_text, require_distinct_names, shorten_list
 from .images import ImageFiles
@@ -46,7 +46,7 @@ class TagShards(ShardFiles):
             )
         places, names = scan_shards(paths, "json", parse_labels, MAX_JSON_BYTES, "its labels")
         index = index_of(paths, places, [0] * len(places), ONE_CLASS)
-        self._use_index(folder, split, index, None)
+        super().__init__(folder, split, index=index)
         known = classes if classes is not None else read_classes(folder)
         self.classes, self.tags = number_tags(names, known, f"{folder}/{split}")
 
@@ -83,8 +83,8 @@ class TagFiles(ImageFiles):
 def parse_labels(content: bytes) -> list[str]:
     """Return the names in {"labels": [...]}; raises a ValueError for anything else."""
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(content)
+    except ValueError as error:
         raise ValueError(f"labels are not JSON: {str(error)[:100]}") from None
     if not isinstance(value, dict) or "labels" not in value:
         raise ValueError('labels must be {"labels": [names]}')
@@ -146,8 +146,8 @@ def read_classes(folder: Path) -> list[str] | None:
 
 def _read_json(path: Path) -> dict[str, list[str]]:
     try:
-        value = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(read_text(path))
+    except ValueError as error:
         raise DataError(f"{path} is not JSON: {str(error)[:100]}; write it again") from None
     if not isinstance(value, dict):
         raise DataError(f'{path} must be an object such as {{"a.jpg": ["dog"]}}; write it again')

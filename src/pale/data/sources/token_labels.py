@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...core.plain_json import parse_json
 from ..reading import (
     MAX_TEXT_BYTES,
     display_name,
@@ -254,7 +255,7 @@ def read_manifest(folder: Path) -> TokenLabelManifest:
             f"pale token-labels make --model TEACHER --data.root DIR --output {folder}"
         )
     try:
-        values = json.loads(read_text(path))
+        values = parse_json(read_text(path))
         if values["format"] != FORMAT:
             raise ValueError(f"format {values['format']}, expected {FORMAT}")
         lists = {"grid": tuple(values["grid"]), "classes": tuple(values["classes"])}
@@ -267,7 +268,7 @@ def read_manifest(folder: Path) -> TokenLabelManifest:
         if not all(isinstance(name, str) for name in (*manifest.classes, manifest.names)):
             raise ValueError("names must be strings")
         return manifest
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); make the labels again") from None
 
 

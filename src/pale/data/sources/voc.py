@@ -24,7 +24,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.json_types import Json
+from ...core.plain_json import Json
 from ...errors import DataError
 from .. import rle
 from ..decoding import image_size, read_header, read_stored_image

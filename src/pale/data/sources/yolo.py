@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.json_types import Json
+from ...core.plain_json import Json
 from ...core.plain_yaml import load_yaml
 from ...errors import DataError
 from .. import rle

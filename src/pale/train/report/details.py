@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ...core.json_types import Json
+from ...core.plain_json import Json, parse_json
 from ...errors import RunError
 
 MAX_IMAGES = 100  # of each list of images; an evaluation lists at most 24
@@ -61,12 +60,10 @@ def read_details(path: Path) -> Details:
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
             raise ValueError(f"it has {size} bytes, more than {MAX_BYTES}")
-        return Details.model_validate(json.loads(path.read_bytes()))
+        return Details.model_validate(parse_json(path.read_bytes()))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         reason = ".".join(str(part) for part in first["loc"]) + f": {first['msg']}"
-    except RecursionError:
-        reason = "it is nested too deeply"
     except ValueError as error:
         reason = str(error)
     raise RunError(

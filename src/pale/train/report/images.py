@@ -9,8 +9,8 @@ from pathlib import Path
 from PIL import Image
 
 from ...core.data_urls import jpeg_data_url
-from ...core.json_types import Json
 from ...core.numbers import finite_number
+from ...core.plain_json import Json
 from ...recipes.schema import Recipe
 from ...tasks.base import Task
 from .details import Details, Guess

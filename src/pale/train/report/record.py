@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 
 from ... import recipes
-from ...core.json_types import Json
 from ...core.numbers import finite_number
+from ...core.plain_json import Json
 from ...errors import RunError
 from ...recipes.files import read_recipe
 from ...recipes.schema import Recipe

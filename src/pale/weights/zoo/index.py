@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from ...core.json_types import Json
+from ...core.plain_json import Json, parse_json
 from ...errors import WeightsError
 
 FOLDER = Path(__file__).parent
@@ -89,7 +89,7 @@ def list_entries(folder: Path | None = None) -> list[ZooEntry]:
     if not path.is_file():
         return []
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_text())
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}, this version reads {FORMAT}")
         known = {each.name for each in fields(ZooEntry)}
@@ -99,7 +99,7 @@ def list_entries(folder: Path | None = None) -> list[ZooEntry]:
         for entry in found:
             _check_entry(entry)
         _check_names(found)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(
             f"{path} is not a valid index of weights ({error}); install the package again"
         ) from None
