@@ -218,15 +218,22 @@ def box_of(mask: NDArray[np.generic]) -> tuple[int, int, int, int] | None:
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
-def paste_mask(
-    mask: NDArray[np.float32],
-    box: NDArray[np.float64] | NDArray[np.float32],
+def paste_masks(
+    masks: NDArray[np.float32],
+    boxes: NDArray[np.float64] | NDArray[np.float32],
     size: tuple[int, int],
-) -> Mask:
-    """Resize mask probabilities (s, s) to their box, and return the mask (h, w) of 0 and 1 of an image of that size.
+    threshold: float = 0.5,
+) -> Sequence[Mask]:
+    """Resize mask probabilities (n, s, s) to their boxes, threshold them and return masks (h, w) of 0 and 1.
 
     Bilinear between the centres of the s x s cells and zero outside, as in mmdetection and detectron2.
     """
+    return [_paste(m, b, size, threshold) for m, b in zip(masks, boxes, strict=True)]
+
+
+def _paste(
+    mask: NDArray[np.float32], box: NDArray[np.floating], size: tuple[int, int], threshold: float
+) -> Mask:
     out = np.zeros(size, np.uint8)
     (left, top, right, bottom), (h, w) = box.tolist(), size
     x_0, y_0 = max(0, int(np.floor(left)) - 1), max(0, int(np.floor(top)) - 1)
@@ -235,7 +242,7 @@ def paste_mask(
         return out
     rows = _weights(y_0, y_1, top, bottom, len(mask))
     columns = _weights(x_0, x_1, left, right, len(mask))
-    out[y_0:y_1, x_0:x_1] = rows @ mask @ columns.T >= 0.5
+    out[y_0:y_1, x_0:x_1] = rows @ mask @ columns.T >= threshold
     return out
 
 

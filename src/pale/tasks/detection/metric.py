@@ -196,7 +196,9 @@ def as_results(
             "score": scores[i],
         }
         if masks is not None:
-            entry["segmentation"] = rle.encode(rle.paste_mask(masks[i], boxes[i], own))
+            entry["segmentation"] = rle.encode(
+                rle.paste_masks(masks[i : i + 1], boxes[i : i + 1], own)[0]
+            )
         out.append(entry)
     return out
 

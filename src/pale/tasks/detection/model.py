@@ -329,7 +329,7 @@ class MaskRCNN(nn.Module):
     """Mask R-CNN: feature pyramid, region proposals, box and mask heads.
 
     In training `model(images, targets)` returns the losses by name; in evaluation mode the detections of each image:
-    boxes (n, 4) in pixels, labels from 1 on, scores, and masks (n, 28, 28) relative to the boxes (`rle.paste_mask`
+    boxes (n, 4) in pixels, labels from 1 on, scores, and masks (n, 28, 28) relative to the boxes (`rle.paste_masks`
     draws them at the size of the image).
 
     Args:
