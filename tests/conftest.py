@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import EpsImagePlugin
 
 if importlib.util.find_spec("hypothesis") is None:
     from support import without_hypothesis
@@ -95,3 +96,15 @@ def made(tmp_path_factory) -> dict[str, Path]:
     from support.weights import weights
 
     return weights(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture
+def ghostscript(tmp_path, monkeypatch) -> Path:
+    """Install a program `gs` that creates a file when it runs; return the path of that file."""
+    started = tmp_path / "bin/started"
+    started.parent.mkdir()
+    (tmp_path / "bin/gs").write_text(f"#!/bin/sh\necho 10.0\n: > {started}\n")
+    (tmp_path / "bin/gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    return started

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import EpsImagePlugin, Image
+from PIL import Image
 from support.hostile_images import EPS, peak_mb, png
 
 import pale
@@ -62,18 +62,6 @@ def test_one_place_of_the_package_opens_images():
 )
 def test_the_search_for_other_places_would_find_them(code):
     assert opens_images(ast.parse(code)) == [2]
-
-
-@pytest.fixture
-def ghostscript(tmp_path, monkeypatch) -> Path:
-    """A program `gs`, the only one, that leaves a file when it is started."""
-    started = tmp_path / "bin/started"
-    started.parent.mkdir()
-    (tmp_path / "bin/gs").write_text(f"#!/bin/sh\necho 10.0\n: > {started}\n")
-    (tmp_path / "bin/gs").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
-    return started
 
 
 def test_pillow_by_itself_would_start_ghostscript(ghostscript, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import EpsImagePlugin, Image
+from PIL import Image
 from support.datasets import (
     recipe_on_coco,
     recipe_on_masks,
@@ -49,18 +49,6 @@ def photos(root: Path) -> Path:
     Image.fromarray(pixels()).save(root / "a.png")
     Image.fromarray(pixels(33, 80)).save(root / "z.jpg")
     return root
-
-
-@pytest.fixture
-def ghostscript(tmp_path, monkeypatch) -> Path:
-    """Install a program `gs` that creates a file when it runs; return the path of that file."""
-    started = tmp_path / "bin/started"
-    started.parent.mkdir()
-    (tmp_path / "bin/gs").write_text(f"#!/bin/sh\necho 10.0\n: > {started}\n")
-    (tmp_path / "bin/gs").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
-    return started
 
 
 def replace_images(root: Path, *patterns: str, content: bytes | None = EPS) -> Path:
@@ -166,13 +154,6 @@ def test_postscript_named_as_an_image_starts_no_program(
     assert code == 1
     assert "cannot be read as" in out + err
     assert "Traceback" not in err
-
-
-def test_pillow_itself_would_start_the_program(ghostscript, tmp_path):
-    (tmp_path / "x.jpg").write_bytes(EPS)
-    with pytest.raises(OSError, match="cannot"), Image.open(tmp_path / "x.jpg") as image:
-        image.load()
-    assert ghostscript.exists()
 
 
 @pytest.mark.timeout(60)
