@@ -105,9 +105,7 @@ def test_valid_shapes_have_no_problem(shape):
 def test_pasted_masks_fill_their_box_and_nothing_else():
     ones = np.ones((3, 28, 28), np.float32)
     boxes = np.array([[10.0, 20, 50, 80], [-20, -20, 15, 15], [90, 90, 90, 95]])
-    full, cut, empty = (
-        rle.paste_mask(mask, box, (100, 100)) for mask, box in zip(ones, boxes, strict=True)
-    )
+    full, cut, empty = rle.paste_masks(ones, boxes, (100, 100))
     assert full[20:80, 10:50].all()
     assert full.sum() == 40 * 60
     assert cut[:15, :15].all()
@@ -125,7 +123,7 @@ def test_pasting_is_bilinear_like_grid_sample(seed):
     y = (torch.arange(40) + 0.5 - top) / h * 2 - 1
     grid = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], -1)[None].float()
     expected = F.grid_sample(torch.from_numpy(mask)[None, None], grid, align_corners=False)[0, 0]
-    found = rle.paste_mask(mask, np.array([left, top, left + w, top + h]), (40, 50))
+    found = rle.paste_masks(mask[None], np.array([[left, top, left + w, top + h]]), (40, 50))[0]
     sure = (expected - 0.5).abs().numpy() > 1e-3
     assert np.array_equal(found[sure], (expected >= 0.5).numpy()[sure])
 
@@ -529,6 +527,18 @@ def test_objects_can_be_selected_and_empty_masks_are_left_out():
 
 def kinds(report) -> dict[str, int]:
     return {p.kind: len(p.items) for p in report.problems}
+
+
+def test_images_of_other_shapes_are_not_copies(tmp_path):
+    root = write_coco(tmp_path, counts=(1, 1))
+    for split, size in (("train", (48, 24)), ("val", (24, 48))):
+        Image.new("RGB", size, "white").save(root / split / "0.png")
+        path = root / "annotations" / f"{split}.json"
+        content = json.loads(path.read_text())
+        content["images"][0] |= {"width": size[0], "height": size[1]}
+        path.write_text(json.dumps(content))
+    splits = {s: (root / f"annotations/{s}.json", root / s) for s in ("train", "val")}
+    assert "the same image in two splits" not in kinds(check_instances(splits))
 
 
 def test_the_check_names_everything_at_once(tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 from collections import Counter, defaultdict
@@ -24,7 +23,8 @@ from ..sources.class_list import row_strips
 from ..sources.images import ImageSource, read_list
 from ..sources.paths import folder_names, is_image_file
 from ..sources.shards import ShardFiles
-from .report import SAME_IMAGE_ADVICE, ImageReport, Problem
+from .copies import SAME_IMAGE_ADVICE, pixel_digest
+from .report import ImageReport, Problem
 
 SMALL = 32  # pixels of the short side below which an image is reported
 LONG = 4.0  # ratio of the sides above which a centre crop loses most of the image
@@ -71,13 +71,8 @@ def examine(read: Reader) -> ImageFacts:
     except UnreadableImageError as error:
         return ImageFacts(error=str(error))
     pixels = np.asarray(image)
-    # The pixels are hashed, not the file, which finds copies in another format.
-    digest, flat = hashlib.sha256(), True
-    for rows in row_strips(pixels):
-        digest.update(np.ascontiguousarray(pixels[rows]).data)
-        flat = flat and bool((pixels[rows] == pixels[0, 0]).all())
-    digest.update(str(image.size).encode())
-    return ImageFacts(size=image.size, digest=digest.hexdigest(), flat=flat)
+    flat = all((pixels[rows] == pixels[0, 0]).all() for rows in row_strips(pixels))
+    return ImageFacts(size=image.size, digest=pixel_digest(pixels), flat=flat)
 
 
 _sources: dict[str, ImageSource] = {}  # in a worker process: the sources by split

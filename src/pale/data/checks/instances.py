@@ -5,7 +5,6 @@ The checks read the annotation file itself, not a `CocoFiles` source, which woul
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ from ..sources.coco import (
     path_exists,
     read_annotations,
 )
-from .report import SAME_IMAGE, SAME_IMAGE_ADVICE, Problem, SplitReport
+from .copies import SAME_IMAGE, SAME_IMAGE_ADVICE, pixel_digest
+from .report import Problem, SplitReport
 
 OUTSIDE = 1.0  # pixels by which a box may exceed the image, because of rounding
 FEW = 10  # number of objects below which a class is reported
@@ -289,7 +289,7 @@ def _examine_image(split: str, folder: Path, entry: Json) -> ImageCheck:
             file,
             unusable=f"{split}: {display_name(path)} is {found}, the file states {stated[0]}x{stated[1]}",
         )
-    return ImageCheck(file, digest=hashlib.sha256(np.asarray(image).data).hexdigest())
+    return ImageCheck(file, digest=pixel_digest(np.asarray(image)))
 
 
 def _image_problems(images: Sequence[ImageCheck]) -> list[Problem]:

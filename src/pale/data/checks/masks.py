@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,8 +11,9 @@ from ...core.plain_json import Json
 from ...core.progress import Track, no_progress
 from ..sources.mask_survey import PairCheck, check_pairs
 from ..sources.masks import MaskSource
+from .copies import SAME_IMAGE, SAME_IMAGE_ADVICE, pixel_digest
 from .images import LONG, SMALL
-from .report import SAME_IMAGE, SAME_IMAGE_ADVICE, Problem, SplitReport
+from .report import Problem, SplitReport
 
 RARE = 0.001  # share of the pixels below which a class is reported
 MAX_UNLABELLED = 0.5  # share of unlabelled pixels above which an image is reported
@@ -115,8 +115,8 @@ def _copies_across_splits(
             continue
         by_digest: dict[str, list[tuple[str, int]]] = {}
         for split, i in members:
-            pixels = np.asarray(sources[split].image(i)).data
-            by_digest.setdefault(hashlib.sha256(pixels).hexdigest(), []).append((split, i))
+            digest = pixel_digest(np.asarray(sources[split].image(i)))
+            by_digest.setdefault(digest, []).append((split, i))
         items += [
             " = ".join(sources[split].name(i) for split, i in same[:4])
             for same in by_digest.values()

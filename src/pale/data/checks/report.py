@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from ...core.plain_json import Json
 
 MAX_SHOWN = 20  # items that are printed per problem
-SAME_IMAGE = "the same image in two splits"
-SAME_IMAGE_ADVICE = "validation results would be too good: remove one"
 
 
 @dataclass(frozen=True)
