@@ -18,7 +18,7 @@ task.py (`Task`), data.py and model.py (settings and networks), loss.py, metric.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -111,8 +111,8 @@ class Task(ABC):
     pipeline: ClassVar[type[Pipeline]]
 
     classes: Sequence[str]
-    train_source: Any
-    val_source: Any = None
+    train_source: Sized | None
+    val_source: Sized | None = None
     notes: Sequence[str] = ()
 
     @property
@@ -139,6 +139,7 @@ class Task(ABC):
 
     def data_identity(self) -> DataIdentity:
         """Return the identity of the training set, by which a resumed run recognises it."""
+        assert self.train_source is not None
         return identify(self.train_source, self.classes)
 
     @abstractmethod

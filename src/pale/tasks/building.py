@@ -82,7 +82,7 @@ def allowed_options(name: str) -> frozenset[str]:
 
 def checked_options(
     name: str, options: Mapping[str, object], also: frozenset[str] = frozenset()
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the options with lists as tuples; raise an error if one is not an argument of the architecture.
 
     Args:
@@ -99,7 +99,7 @@ def checked_options(
     return {key: _plain(key, value, 2) for key, value in options.items()}
 
 
-def _plain(key: str, value: object, depth: int) -> Any:
+def _plain(key: str, value: object, depth: int) -> object:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float) and math.isfinite(value) and abs(value) <= MAX_NUMBER:
@@ -147,7 +147,7 @@ def create(
         ) from error
 
 
-def _create(name: str, arguments: dict[str, Any], optional: Mapping[str, object]) -> Any:
+def _create(name: str, arguments: dict[str, object], optional: Mapping[str, object]) -> Any:
     if optional:
         try:
             return timm.create_model(name, **{**optional, **arguments})
@@ -196,7 +196,7 @@ def _in_memory(args: object, kwargs: dict[str, Any]) -> bool:
     return tree_any(lambda x: isinstance(x, Tensor) and not x.is_meta, (args, kwargs))
 
 
-def _on_meta(value: object) -> Any:
+def _on_meta(value: object) -> object:
     if isinstance(value, Tensor):
         return value.to("meta")
     return torch.device("meta") if isinstance(value, torch.device) else value

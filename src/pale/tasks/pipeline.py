@@ -19,6 +19,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from ..data.reading import distinct_names
+from ..data.transforms.images import channel_statistics, normalise
 from ..errors import SettingsError
 from ..weights.read import Weights
 from . import TASKS
@@ -193,10 +194,7 @@ class Pipeline(ABC):
 
     def normalise(self, images: Tensor) -> Tensor:
         """Normalise uint8 (b, 3, h, w) to float32 for the model."""
-        mean, std = (
-            torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (self.mean, self.std)
-        )
-        return (images.float() / 255 - mean) / std
+        return normalise(images, channel_statistics(self.mean, self.std, images.device))
 
     def forward(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
         """Return the model's outputs for tensors (3, h, w), uint8, of one size."""

@@ -28,7 +28,7 @@ from ..data.sources.token_labels import (
     pack_labels,
     sample_names,
 )
-from ..data.transforms.images import resize, to_tensor
+from ..data.transforms.images import channel_statistics, normalise, resize, to_tensor
 from ..errors import SettingsError, WeightsError
 from ..recipes.kinds import Classification
 from ..weights.compare import load_into
@@ -70,10 +70,7 @@ class Teacher:
 
     def normalise(self, images: Tensor) -> Tensor:
         """Normalise images, uint8 (b, 3, h, w)."""
-        mean, std = (
-            torch.tensor(v, device=images.device).view(3, 1, 1) for v in (self.mean, self.std)
-        )
-        return (images.float() / 255 - mean) / std
+        return normalise(images, channel_statistics(self.mean, self.std, images.device))
 
 
 def load_teacher(
@@ -108,12 +105,14 @@ def _from_run(path: Path, classes: Sequence[str], size: int | None) -> Teacher:
             f"{path} has other classes ({len(known or ())}) than the data ({len(classes)}), or in another "
             "order; train the teacher on these classes"
         )
-    cfg: dict[str, Any] = {
-        "mean": timm.data.IMAGENET_DEFAULT_MEAN,
-        "std": timm.data.IMAGENET_DEFAULT_STD,
-    }
-    how = pipeline.interpolation
-    return Teacher(str(path), model, size or pipeline.size, **cfg, interpolation=how)
+    return Teacher(
+        str(path),
+        model,
+        size or pipeline.size,
+        pipeline.mean,
+        pipeline.std,
+        pipeline.interpolation,
+    )
 
 
 def _from_timm(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any, Literal
@@ -272,14 +272,28 @@ class EvalTransform:
         return image.resize((self.size, self.size), self.filter, box)
 
 
-def normalise(images: Tensor) -> Tensor:
-    """Normalise uint8 images (b, 3, h, w) to float32 with the mean and standard deviation of ImageNet."""
-    mean, std = imagenet_statistics(images.device)
+def normalise(images: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Normalise uint8 images (b, 3, h, w) to float32.
+
+    Args:
+        images: on any device.
+        statistics: mean and standard deviation by channel, (3, 1, 1) each; None: those of ImageNet.
+    """
+    mean, std = imagenet_statistics(images.device) if statistics is None else statistics
     return (images.float() / 255 - mean) / std
+
+
+def channel_statistics(
+    mean: Sequence[float], std: Sequence[float], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation by channel, (c, 1, 1) each."""
+    return (
+        torch.tensor(mean, device=device).view(-1, 1, 1),
+        torch.tensor(std, device=device).view(-1, 1, 1),
+    )
 
 
 @cache  # creating them for each batch would make the CPU wait for the GPU
 def imagenet_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of ImageNet, (3, 1, 1) each."""
-    mean = torch.tensor(IMAGENET_DEFAULT_MEAN, device=device).view(3, 1, 1)
-    return mean, torch.tensor(IMAGENET_DEFAULT_STD, device=device).view(3, 1, 1)
+    return channel_statistics(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, device)

@@ -51,6 +51,9 @@ class ClassificationTask(Task):
     class_score: ClassVar[str] = "accuracy"
     pipeline: ClassVar[type[Pipeline]] = ClassificationPipeline
 
+    train_source: ImageSource | None
+    val_source: ImageSource
+
     def __init__(
         self,
         model: Model,
@@ -74,7 +77,7 @@ class ClassificationTask(Task):
         """
         self.settings, self.data, self.augment, self.mix = model, data, augment, mix
         self.seed = seed
-        self.train_source: ImageSource | None = None
+        self.train_source = None
         if classes is None:
             data.read_words()  # an unreadable list is an error now, not in the report at the end
         self.classes: list[str] = []

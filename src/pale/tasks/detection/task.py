@@ -65,6 +65,9 @@ class DetectionTask(Task):
     )
     pipeline: ClassVar[type[Pipeline]] = DetectionPipeline
 
+    train_source: InstanceSource | None
+    val_source: InstanceSource
+
     def __init__(
         self,
         model: DetectionModel,
@@ -90,7 +93,7 @@ class DetectionTask(Task):
         self.masks = model.heads.masks
         self.notes: list[str] = []
         self.data_notes: list[str] = []
-        self.train_source: InstanceSource | None = None
+        self.train_source = None
         if classes is None:
             self.train_source = data.train_source(seed)
             classes = self.train_source.classes

@@ -63,6 +63,9 @@ class SegmentationTask(Task):
     panel_about: ClassVar[str] = "Image, labels and prediction, each over the image."
     pipeline: ClassVar[type[Pipeline]] = SegmentationPipeline
 
+    train_source: MaskSource | None
+    val_source: MaskSource
+
     def __init__(
         self,
         model: SegmentationModel,
@@ -93,7 +96,7 @@ class SegmentationTask(Task):
         self.class_list = self.val_source.classes
         self.classes = list(self.class_list.names)
         self.notes: list[str] = []
-        self.train_source: MaskSource | None = None
+        self.train_source = None
         weights = loss.class_weights
         if isinstance(weights, tuple) and len(weights) != len(self.classes):
             raise SettingsError(
