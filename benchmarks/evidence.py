@@ -9,14 +9,15 @@ val/val_annotations.txt). OUT gets the images as `pale train` reads them, one ru
 finished run under OUT/results, with hardware, versions, commit, command, curve and result. `evidence_plan.py` has the
 runs, the recipes with their sources, and the predictions. To run several processes side by side give each its own runs
 by --shard i/n. For Cityscapes DATA is the folder with leftImg8bit/ and gtFine/, and OUT holds the runs of the part
-pretraining, whose backbones are used.
+pretraining, whose backbones are used. With --rehearse STEPS each run has so many steps, on a few of the images, and the
+tables are printed at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,23 +29,31 @@ from PIL import Image
 from planned_runs import (
     add_run_options,
     add_table_options,
+    choose_folder,
     execute_all,
     half_width,
     interval,
     load,
     show,
+    show_rehearsal,
 )
 
 from pale.recipes import get
 
 PUBLISHED = {  # Tiny-ImageNet column of the README of aanna0701/SPT_LSA_ViT at 54bd796
     "ViT": 57.07,
+    "PiT": 60.25,
+    "T2T": 60.57,
     "Swin": 60.87,
     "CaiT": 64.37,
     "SL-ViT": 61.07,
+    "SL-T2T": 61.83,
+    "SL-PiT": 62.91,
     "SL-Swin": 64.95,
     "SL-CaiT": 67.18,
 }
+REHEARSED = {"train": 5, "val": 1}  # images of each class in a rehearsal
+REHEARSED_SCENES = {"train": 24, "val": 8}  # images of Cityscapes in a rehearsal
 
 
 @dataclass(frozen=True)
@@ -73,21 +82,31 @@ CLAIMS = {
 }
 
 
-def prepare(data: Path, out: Path) -> Path:
-    """Write train, train_padded and val as class folders; return their root."""
+def prepare(data: Path, out: Path, most: dict[str, int] | None = None) -> Path:
+    """Write train, train_padded and val as class folders; return their root.
+
+    Args:
+        data: the folder tiny-imagenet-200.
+        out: the root is a folder in it.
+        most: images of each class, by split; None: all.
+    """
     root = out / "tiny200"
     if (root / "complete").exists():
         return root
     jobs = []
     for folder in sorted((data / "train").iterdir()):
-        for path in sorted((folder / "images").glob("*.JPEG")):
+        for path in sorted((folder / "images").glob("*.JPEG"))[: most and most["train"]]:
             jobs.append((path, root / "train" / folder.name / path.name, 0))
             padded = root / "train_padded" / folder.name / f"{path.stem}.png"
             jobs.append((path, padded, (PADDED - 64) // 2))
+    seen: Counter[str] = Counter()
     for line in (data / "val" / "val_annotations.txt").read_text().splitlines():
         name, wnid = line.split("\t")[:2]
-        jobs.append((data / "val" / "images" / name, root / "val" / wnid / name, 0))
-    if len(jobs) != 210_000:
+        seen[wnid] += 1
+        if most is None or seen[wnid] <= most["val"]:
+            jobs.append((data / "val" / "images" / name, root / "val" / wnid / name, 0))
+    counts = {"train": 500, "val": 50} if most is None else most
+    if len(jobs) != 200 * (2 * counts["train"] + counts["val"]):
         raise SystemExit(
             f"{data} must hold 100,000 + 10,000 images, found {len(jobs)} files to write"
         )
@@ -112,22 +131,29 @@ def _convert(job: tuple[Path, Path, int]) -> None:
 
 def tiny200(args: argparse.Namespace) -> None:
     """Run the chosen parts in their order."""
-    root, results = prepare(args.data, args.out), args.out / "results"
+    out = choose_folder(args)
+    root, results = prepare(args.data, out, REHEARSED if args.rehearse else None), out / "results"
     for part in args.parts:
         execute_all(PARTS[part](root, results), args)
+    show_rehearsal(args, _tables)
 
 
 def dense(args: argparse.Namespace) -> None:
     """Train UperNet and Mask R-CNN on Cityscapes."""
-    evidence_cityscapes.prepare(args.data, args.out / "cityscapes")
-    execute_all(cityscapes(args.out / "tiny200", args.out / "results"), args)
+    out = choose_folder(args)
+    most = REHEARSED_SCENES if args.rehearse else None
+    evidence_cityscapes.prepare(args.data, out / "cityscapes", most=most)
+    execute_all(cityscapes(out / "tiny200", out / "results"), args)
+    show_rehearsal(args, _tables)
 
 
 def tables(args: argparse.Namespace) -> None:
     """Print one table per part, and write it where asked."""
-    rows = load(args.results)
-    text = "\n\n".join(_table(part, rows) for part in PARTS if any(r["part"] == part for r in rows))
-    show(text, args.output)
+    show(_tables(load(args.results)), args.output)
+
+
+def _tables(rows: list[dict]) -> str:
+    return "\n\n".join(_table(part, rows) for part in PARTS if any(r["part"] == part for r in rows))
 
 
 def _table(part: str, rows: list[dict]) -> str:

@@ -47,13 +47,16 @@ COUNTS = {"train": 2975, "val": 500}
 NOT_DRAWN = ("license plate",)
 
 
-def prepare(data: Path, root: Path, counts: dict[str, int] = COUNTS) -> None:
+def prepare(
+    data: Path, root: Path, counts: dict[str, int] = COUNTS, most: dict[str, int] | None = None
+) -> None:
     """Write images/, masks/, classes.txt and instances_{train,val}.json below `root`, unless that was done before.
 
     Args:
         data: folder with leftImg8bit/ and gtFine/.
         root: folder to write.
         counts: images that each split must have.
+        most: images of each split to write; None: all.
     """
     if (root / "complete").exists():
         return
@@ -66,6 +69,8 @@ def prepare(data: Path, root: Path, counts: dict[str, int] = COUNTS) -> None:
             raise SystemExit(
                 f"{data}/leftImg8bit/{split} must hold {count} images, found {len(files)}"
             )
+        if most:  # from all cities
+            files = files[:: max(1, len(files) // most[split])][: most[split]]
         for folder in ("images", "masks"):
             (root / folder / split).mkdir(parents=True, exist_ok=True)
         jobs = [(path, data, root, split) for path in files]

@@ -2,6 +2,9 @@
 
 A result file has the hardware, versions, commit and command of its run, so that folders of several machines can be
 merged. What has a result file is not repeated, and an interrupted run is resumed.
+
+A rehearsal makes a few steps of each run, in a folder of its own. Its result files are marked; tables of results refuse
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,10 @@ from pale.train.loop import train
 
 # 95 % two-sided quantiles of Student's t distribution by degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+REHEARSAL = "rehearsal"  # folder of runs and results of a rehearsal
+REHEARSAL_BATCH = 4  # largest batch of a rehearsal on a CPU
+NO_RESULTS = "**A rehearsal of a few steps: the figures are no results.**\n\n"
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,8 @@ def execute(run: Run, args: argparse.Namespace) -> None:
     )
     if run.init is not None:
         recipe = recipe.started_from(args.out / "runs" / run.init)  # an absolute path stays one
+    if args.rehearse:
+        recipe = shorten(recipe, args.rehearse)
     began, resume = time.monotonic(), newest(folder / "checkpoints") is not None
     with join() as world:
         outcome = train(recipe, folder, world, resume=resume, quiet=True)
@@ -87,15 +96,45 @@ def execute(run: Run, args: argparse.Namespace) -> None:
         "seconds_of_last_start": time.monotonic() - began,
         "resumed": resume,
         "side_by_side": args.shard[1],
+        **mark(args),
         **facts,
         "recipe": recipe.plain(),
         **run.about,
     }
     write_result(result, row)
     print(f"{run.name}: last {row['last']:.2f}, best {row['best']:.2f}", flush=True)
+    if outcome.late_signal is not None:
+        raise SystemExit(f"{run.name}: ended; stopped before the next run, run the command again")
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def choose_folder(args: argparse.Namespace) -> Path:
+    """Return the folder of runs and results, which is another one in a rehearsal."""
+    if args.rehearse:
+        args.out /= REHEARSAL
+    return args.out
+
+
+def show_rehearsal(args: argparse.Namespace, tables: Callable[[list[dict[str, Any]]], str]) -> None:
+    """Print the tables of a rehearsal, if it is one."""
+    if args.rehearse:
+        show(NO_RESULTS + tables(load([args.out / "results"], rehearsal=True)), None)
+
+
+def shorten(recipe: Recipe, steps: int) -> Recipe:
+    """Return a recipe for a rehearsal: a few steps, on a CPU of a small batch; everything else as planned."""
+    changes: dict[str, Any] = {"steps": steps, "warmup_steps": min(1, steps - 1), "log_every": 1}
+    changes["min_steps"] = None
+    if not torch.cuda.is_available():
+        changes["batch"] = min(recipe.batch, REHEARSAL_BATCH)
+    return recipe.override(changes)
+
+
+def mark(args: argparse.Namespace) -> dict[str, int]:
+    """Return the values of a result file that only a rehearsal has."""
+    return {"rehearsal": args.rehearse} if args.rehearse else {}
 
 
 def describe_machine(world: World) -> dict[str, Any]:
@@ -115,9 +154,11 @@ def write_result(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def execute_all(runs: Sequence[Run], args: argparse.Namespace) -> None:
-    """Train the chosen runs of a part."""
+    """Train the chosen runs of a part; in a rehearsal one of each label."""
     if args.labels:
         runs = [run for run in runs if run.label in args.labels]
+    if args.rehearse:
+        runs = list({run.label: run for run in reversed(runs)}.values())[::-1]
     index, count = args.shard
     for run in runs[index::count]:
         length = run.recipe.steps or run.recipe.epochs
@@ -126,11 +167,14 @@ def execute_all(runs: Sequence[Run], args: argparse.Namespace) -> None:
         execute(run, args)
 
 
-def load(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Read all result files; of the same run the one that was written last counts."""
+def load(folders: Sequence[Path], rehearsal: bool = False) -> list[dict[str, Any]]:
+    """Read all result files, either of runs or of a rehearsal; of the same run the one that was written last counts."""
     rows: dict[tuple, tuple[float, dict[str, Any]]] = {}
     for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
         row, written = json.loads(path.read_text()), path.stat().st_mtime
+        if ("rehearsal" in row) != rehearsal:
+            what = "was not written by a rehearsal" if rehearsal else "is of a rehearsal, no result"
+            raise SystemExit(f"{path} {what}; name another folder")
         key = row["part"], row["label"], row["seed"]
         if key not in rows or rows[key][0] < written:
             rows[key] = written, row
@@ -153,6 +197,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of commands that train a list of runs."""
     parser.add_argument("--labels", nargs="+", help="only these runs")
     parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="i/n", help="each n-th run")
+    text = f"make only so many steps of each run, in OUT/{REHEARSAL}: to find errors and measure speeds"
+    parser.add_argument("--rehearse", type=int, metavar="STEPS", help=text)
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
     parser.add_argument("--graph", default="auto", choices=["auto", "true", "false"])

@@ -29,12 +29,15 @@ import torch
 from planned_runs import (
     add_run_options,
     add_table_options,
+    choose_folder,
     describe_machine,
     execute_all,
     half_width,
     interval,
     load,
+    mark,
     show,
+    show_rehearsal,
     write_result,
 )
 from pretraining_sources import Mirrors
@@ -90,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
     models = [with_digest(model) for model in args.models]
     if len({model.label for model in models}) < len(models):
         raise SystemExit("models need different labels; write LABEL:ARCHITECTURE=WEIGHTS")
-    results = args.out / "results"
+    results = choose_folder(args) / "results"
     missing = [name for name in args.sets if not (args.data / name / "manifest.json").is_file()]
     if missing:
         raise SystemExit(f"{args.data} lacks {', '.join(missing)}; run prepare, or name --sets")
@@ -106,6 +109,7 @@ def run(args: argparse.Namespace) -> None:
                 score_frozen(*job, args)
         else:
             execute_all(runs(args.data, results, args.sets, models, args.seeds, args.size), args)
+    show_rehearsal(args, _tables)
 
 
 def require_same(results: Path, models: Sequence[Contender], size: int) -> None:
@@ -179,6 +183,7 @@ def score_frozen(
         "images": {"train": len(train.labels), "test": len(test.labels)},
         "size": args.size,
         "side_by_side": args.shard[1],
+        **mark(args),
         **facts,
         **model.about(part, start, "frozen", None),
     }
@@ -188,12 +193,16 @@ def score_frozen(
 
 def tables(args: argparse.Namespace) -> None:
     """Print a table per set, and the comparison of two models."""
-    rows = [row for row in load(args.results) if row["method"] != "trial"]
+    show(_tables(load(args.results), args.compare), args.output)
+
+
+def _tables(rows: Sequence[Row], compare: Sequence[str] | None = None) -> str:
+    rows = [row for row in rows if row["method"] != "trial"]
     parts = [name for name in NAMES if any(row["set"] == name for row in rows)]
     texts = [_table(part, [row for row in rows if row["set"] == part]) for part in parts]
-    if args.compare:
-        texts.append(comparison(rows, parts, *args.compare))
-    show("\n\n".join(texts), args.output)
+    if compare:
+        texts.append(comparison(rows, parts, *compare))
+    return "\n\n".join(texts)
 
 
 def _figures(row: Row) -> dict[str, float]:

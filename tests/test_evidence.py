@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +20,7 @@ from support.datasets import write_image_folders, write_masks
 
 from pale.core.settings import vary
 from pale.data.sources.coco import CocoFiles
+from pale.train.loop import Trainer
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NAMES = ("planned_runs", "evidence_models", "evidence_plan", "evidence_cityscapes", "evidence")
@@ -119,13 +123,130 @@ def small(run: Any, data: dict[str, Any], **changes: Any) -> Any:
     )
 
 
+def options(out: Path, rehearse: int | None = None) -> argparse.Namespace:
+    """Return the options of commands that train a list of runs."""
+    return argparse.Namespace(
+        out=out,
+        workers=0,
+        compile=False,
+        graph="false",
+        shard=(0, 1),
+        labels=None,
+        rehearse=rehearse,
+    )
+
+
+def small_runs(scripts: dict[str, ModuleType], root: Path, results: Path) -> list[Any]:
+    """Return runs of two modes, each of two seeds, for a CPU."""
+    write_image_folders(root)
+    plan, data = scripts["evidence_plan"], {"root": root, "size": 32, "on_device": "nothing"}
+    runs = [run for run in plan.modes(Path("x"), results) if run.label in ("parallel", "axial")]
+    return [
+        plan.Run(r.part, r.label, r.seed, small(r, data, epochs=1, warmup_epochs=0, eval_every=1))
+        for r in runs[:4]
+    ]
+
+
+def test_a_rehearsal_has_few_steps_and_its_results_are_in_no_table(
+    scripts, results, tmp_path, capsys
+):
+    evidence, planned = scripts["evidence"], scripts["planned_runs"]
+    runs = small_runs(scripts, tmp_path / "data", results)
+    args = options(tmp_path, rehearse=2)
+    assert planned.choose_folder(args) == tmp_path / "rehearsal"
+    planned.execute_all(runs, args)
+    found = sorted((tmp_path / "rehearsal/results").iterdir())
+    assert [path.name for path in found] == ["modes-axial-0.json", "modes-parallel-0.json"]
+    row = json.loads(found[0].read_text())
+    assert (row["rehearsal"], row["recipe"]["steps"], row["loss"][-1][0]) == (2, 2, 2)
+    assert not list(results.glob("modes-*"))
+    capsys.readouterr()
+    planned.show_rehearsal(args, evidence._tables)
+    shown = capsys.readouterr().out
+    assert shown.startswith("**A rehearsal of a few steps: the figures are no results.**")
+    assert "| axial | 1 | " in shown
+    with pytest.raises(SystemExit, match=r"axial-0\.json is of a rehearsal, no result"):
+        planned.load([tmp_path / "rehearsal/results"])
+    with pytest.raises(SystemExit, match="was not written by a rehearsal"):
+        planned.load([results], rehearsal=True)
+
+
+def test_a_rehearsal_keeps_the_recipe_but_for_its_length(scripts, results):
+    plan, planned = scripts["evidence_plan"], scripts["planned_runs"]
+    for part in plan.PARTS.values():
+        for run in part(Path("tiny200"), results):
+            for steps in (1, 3):
+                short, full = planned.shorten(run.recipe, steps).plain(), run.recipe.plain()
+                changed = {name for name in full if full[name] != short[name]}
+                assert changed <= {"steps", "warmup_steps", "min_steps", "log_every", "batch"}
+                assert short["steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [("make_step", "stopped after step 1"), ("evaluate", "ended; stopped before the next run")],
+    ids=["in a step", "in the last evaluation"],
+)
+def test_a_signal_stops_the_list_of_runs_which_goes_on_when_repeated(
+    scripts, results, tmp_path, monkeypatch, method, message
+):
+    planned = scripts["planned_runs"]
+    runs, args = small_runs(scripts, tmp_path / "data", results)[:2], options(tmp_path)
+    whole = getattr(Trainer, method)
+
+    def interrupted(trainer: Trainer, *words: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return whole(trainer, *words)
+
+    monkeypatch.setattr(Trainer, method, interrupted)
+    with pytest.raises(SystemExit, match=message):
+        planned.execute_all(runs, args)
+    monkeypatch.setattr(Trainer, method, whole)
+    done = method == "evaluate"
+    first, second = (results / f"{run.name}.json" for run in runs)
+    assert (first.exists(), second.exists()) == (done, False)
+    planned.execute_all(runs, args)
+    assert json.loads(first.read_text())["resumed"] is not done
+    assert json.loads(second.read_text())["resumed"] is False
+
+
+def write_tiny_imagenet(root: Path, train: int, val: int) -> None:
+    """Write 200 classes as Stanford's archive has them, with some images each."""
+    content = io.BytesIO()
+    Image.new("RGB", (64, 64), "grey").save(content, "JPEG")
+    lines = []
+    for label in range(200):
+        for folder, count in ((f"train/n{label:08d}/images", train), ("val/images", val)):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+            for i in range(count):
+                name = f"{label}_{i}.JPEG"
+                (root / folder / name).write_bytes(content.getvalue())
+                lines += [f"{name}\tn{label:08d}\t0\t0\t9\t9"] if folder[0] == "v" else []
+    (root / "val/val_annotations.txt").write_text("\n".join(lines))
+
+
+def test_tiny_imagenet_is_prepared_whole_or_in_part(scripts, tmp_path):
+    evidence = scripts["evidence"]
+    write_tiny_imagenet(tmp_path / "data", train=2, val=2)
+    root = evidence.prepare(tmp_path / "data", tmp_path / "out", {"train": 2, "val": 1})
+    names = {split: len(list((root / split).glob("*/*"))) for split in ("train", "val")}
+    assert names == {"train": 400, "val": 200}
+    assert len({path.parent.name for path in (root / "val").glob("*/*")}) == 200
+    padded = Image.open(next((root / "train_padded").glob("*/*.png")))
+    assert (padded.size, padded.getpixel((0, 0)), padded.getpixel((4, 4))) == (
+        (72, 72),
+        (0, 0, 0),
+        (128, 128, 128),
+    )
+    with pytest.raises(SystemExit, match="must hold 100,000"):
+        evidence.prepare(tmp_path / "data", tmp_path / "other")
+
+
 @pytest.mark.slow
 def test_runs_write_results_that_become_tables_with_verdicts(scripts, results, tmp_path, capsys):
     evidence, plan = scripts["evidence"], scripts["evidence_plan"]
     write_image_folders(tmp_path / "data")
-    args = argparse.Namespace(
-        out=tmp_path, workers=0, compile=False, graph="false", shard=(0, 1), labels=None
-    )
+    args = options(tmp_path)
     data = {"root": tmp_path / "data", "size": 32, "on_device": "nothing"}
     runs = [run for run in plan.modes(Path("x"), results) if run.label in ("parallel", "axial")]
     for run in runs[:4]:
@@ -155,7 +276,7 @@ def test_runs_write_results_that_become_tables_with_verdicts(scripts, results, t
 @pytest.mark.slow
 def test_a_dense_run_starts_from_the_backbone_of_another(scripts, results, tmp_path):
     plan = scripts["evidence_plan"]
-    args = argparse.Namespace(out=tmp_path, workers=0, compile=False, graph="false", shard=(0, 1))
+    args = options(tmp_path)
     write_image_folders(tmp_path / "data")
     first = plan.pretraining(Path("x"), results)[0]
     data = {"root": tmp_path / "data", "size": 32, "on_device": "nothing"}
@@ -202,7 +323,7 @@ def write_city(root: Path) -> None:
 def test_cityscapes_labels_are_drawn_from_polygons_in_their_order(scripts, tmp_path):
     city = scripts["evidence_cityscapes"]
     write_city(tmp_path / "city")
-    city.prepare(tmp_path / "city", tmp_path / "out", {"val": 1})
+    city.prepare(tmp_path / "city", tmp_path / "out", {"val": 1}, {"val": 5})
     mask = np.asarray(Image.open(tmp_path / "out/masks/val/a_1_2.png"))
     names = list(city.CLASSES)
     assert mask.shape == (256, 512)

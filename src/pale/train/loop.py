@@ -67,12 +67,15 @@ class Outcome:
         steps: length of the run in steps.
         figures: results of the last evaluation.
         signal: number of the signal that stopped the run, or None.
+        late_signal: number of a signal that came when the last step was done, so that the run ended; None if none did.
+            Callers with more to do should stop.
     """
 
     step: int
     steps: int
     figures: dict[str, float]
     signal: int | None = None
+    late_signal: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -322,7 +325,8 @@ class Trainer:
                 self._log_start()
                 stopped = self._run_steps(Prefetcher(self._batches(), fetched), signals)
                 self._finish(stopped)
-                return Outcome(state.step, self.stream.steps, state.figures, stopped)
+                late = None if stopped is not None else signals.received
+                return Outcome(state.step, self.stream.steps, state.figures, stopped, late)
         except ValueError as error:  # an error of the data, which occurs between two steps
             saved = self._save_after(error)
             hint = f"{saved}; resume with: pale train --resume {self.run}"
