@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from PIL import Image
 from planned_runs import (
     add_run_options,
     add_table_options,
+    alone,
     choose_folder,
     execute_all,
     half_width,
@@ -52,7 +53,7 @@ PUBLISHED = {  # Tiny-ImageNet column of the README of aanna0701/SPT_LSA_ViT at 
     "SL-Swin": 64.95,
     "SL-CaiT": 67.18,
 }
-REHEARSED = {"train": 5, "val": 1}  # images of each class in a rehearsal
+REHEARSED = {"train": 10, "val": 40}  # images in a rehearsal: of each class; in all
 REHEARSED_SCENES = {"train": 24, "val": 8}  # images of Cityscapes in a rehearsal
 
 
@@ -88,7 +89,7 @@ def prepare(data: Path, out: Path, most: dict[str, int] | None = None) -> Path:
     Args:
         data: the folder tiny-imagenet-200.
         out: the root is a folder in it.
-        most: images of each class, by split; None: all.
+        most: training images of each class and validation images of all classes; None: all.
     """
     root = out / "tiny200"
     if (root / "complete").exists():
@@ -99,14 +100,12 @@ def prepare(data: Path, out: Path, most: dict[str, int] | None = None) -> Path:
             jobs.append((path, root / "train" / folder.name / path.name, 0))
             padded = root / "train_padded" / folder.name / f"{path.stem}.png"
             jobs.append((path, padded, (PADDED - 64) // 2))
-    seen: Counter[str] = Counter()
-    for line in (data / "val" / "val_annotations.txt").read_text().splitlines():
+    lines = (data / "val" / "val_annotations.txt").read_text().splitlines()
+    for line in lines[: most and most["val"]]:
         name, wnid = line.split("\t")[:2]
-        seen[wnid] += 1
-        if most is None or seen[wnid] <= most["val"]:
-            jobs.append((data / "val" / "images" / name, root / "val" / wnid / name, 0))
-    counts = {"train": 500, "val": 50} if most is None else most
-    if len(jobs) != 200 * (2 * counts["train"] + counts["val"]):
+        jobs.append((data / "val" / "images" / name, root / "val" / wnid / name, 0))
+    counts = {"train": 500, "val": 10_000} if most is None else most
+    if len(jobs) != 2 * 200 * counts["train"] + counts["val"]:
         raise SystemExit(
             f"{data} must hold 100,000 + 10,000 images, found {len(jobs)} files to write"
         )
@@ -132,7 +131,9 @@ def _convert(job: tuple[Path, Path, int]) -> None:
 def tiny200(args: argparse.Namespace) -> None:
     """Run the chosen parts in their order."""
     out = choose_folder(args)
-    root, results = prepare(args.data, out, REHEARSED if args.rehearse else None), out / "results"
+    with alone(out):
+        root = prepare(args.data, out, REHEARSED if args.rehearse else None)
+    results = out / "results"
     for part in args.parts:
         execute_all(PARTS[part](root, results), args)
     show_rehearsal(args, _tables)
@@ -142,7 +143,8 @@ def dense(args: argparse.Namespace) -> None:
     """Train UperNet and Mask R-CNN on Cityscapes."""
     out = choose_folder(args)
     most = REHEARSED_SCENES if args.rehearse else None
-    evidence_cityscapes.prepare(args.data, out / "cityscapes", most=most)
+    with alone(out):
+        evidence_cityscapes.prepare(args.data, out / "cityscapes", most=most)
     execute_all(cityscapes(out / "tiny200", out / "results"), args)
     show_rehearsal(args, _tables)
 

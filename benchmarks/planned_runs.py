@@ -10,6 +10,7 @@ them.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import json
 import math
@@ -19,7 +20,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,15 @@ def execute(run: Run, args: argparse.Namespace) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process prepares data in a folder, so that shards can start at the same time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".preparing").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+        yield
 
 
 def choose_folder(args: argparse.Namespace) -> Path:

@@ -9,7 +9,7 @@ it have ended without an error, for example tables after runs.
 
 At --minutes no command starts any more, and the running ones get SIGTERM, on which `pale train` and the scripts here
 save a checkpoint; after --grace seconds they are killed. SIGTERM and Ctrl-C do the same at once. Repeated, the script
-runs only what has not ended, so commands must go on where they stopped.
+runs only what has not ended, so commands must resume where they stopped.
 
 LOGS gets the output of each command and summary.md, which is current at any time; at the end, collected.tgz with the
 files and folders that --collect names and the packed weights of the runs that --pack names (int8, about a quarter), in

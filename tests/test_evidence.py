@@ -8,7 +8,9 @@ import json
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import ModuleType
 from typing import Any
 
@@ -228,10 +230,12 @@ def write_tiny_imagenet(root: Path, train: int, val: int) -> None:
 def test_tiny_imagenet_is_prepared_whole_or_in_part(scripts, tmp_path):
     evidence = scripts["evidence"]
     write_tiny_imagenet(tmp_path / "data", train=2, val=2)
-    root = evidence.prepare(tmp_path / "data", tmp_path / "out", {"train": 2, "val": 1})
+    root = evidence.prepare(tmp_path / "data", tmp_path / "out", {"train": 2, "val": 30})
     names = {split: len(list((root / split).glob("*/*"))) for split in ("train", "val")}
-    assert names == {"train": 400, "val": 200}
-    assert len({path.parent.name for path in (root / "val").glob("*/*")}) == 200
+    assert names == {"train": 400, "val": 30}
+    assert sorted(path.name for path in (root / "val").iterdir()) == [
+        f"n{label:08d}" for label in range(15)
+    ]
     padded = Image.open(next((root / "train_padded").glob("*/*.png")))
     assert (padded.size, padded.getpixel((0, 0)), padded.getpixel((4, 4))) == (
         (72, 72),
@@ -240,6 +244,28 @@ def test_tiny_imagenet_is_prepared_whole_or_in_part(scripts, tmp_path):
     )
     with pytest.raises(SystemExit, match="must hold 100,000"):
         evidence.prepare(tmp_path / "data", tmp_path / "other")
+
+
+def test_shards_that_start_together_prepare_the_data_once(scripts, tmp_path):
+    planned, order = scripts["planned_runs"], []
+
+    def prepare(name: str, started: Event, go_on: Event) -> None:
+        with planned.alone(tmp_path / "out"):
+            order.append(f"{name} begins")
+            started.set()
+            assert go_on.wait(30)
+            order.append(f"{name} ends")
+
+    first, second, go_on = Event(), Event(), Event()
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(prepare, "first", first, go_on)
+        assert first.wait(30)
+        two = pool.submit(prepare, "second", second, go_on)
+        assert not second.wait(0.3)
+        go_on.set()
+        one.result()
+        two.result()
+    assert order == ["first begins", "first ends", "second begins", "second ends"]
 
 
 @pytest.mark.slow

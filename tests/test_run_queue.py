@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks/run_queue.py"
-# Counts to a number in a file, one each 20 ms, and goes on where SIGTERM stopped it.
+# Counts to a number in a file, one each 20 ms, and resumes where SIGTERM stopped it.
 COUNT = """
 import signal, sys, time
 from pathlib import Path
