@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,10 @@ PUBLISHED = {  # Tiny-ImageNet column of the README of aanna0701/SPT_LSA_ViT at 
     "SL-Swin": 64.95,
     "SL-CaiT": 67.18,
 }
-REHEARSED = {"train": 10, "val": 40}  # images in a rehearsal: of each class; in all
+REHEARSED = {
+    "train": 10,
+    "val": 1,
+}  # images of each class in a rehearsal; of ten, one can be held out
 REHEARSED_SCENES = {"train": 24, "val": 8}  # images of Cityscapes in a rehearsal
 
 
@@ -89,7 +92,7 @@ def prepare(data: Path, out: Path, most: dict[str, int] | None = None) -> Path:
     Args:
         data: the folder tiny-imagenet-200.
         out: the root is a folder in it.
-        most: training images of each class and validation images of all classes; None: all.
+        most: images of each class, by split; None: all.
     """
     root = out / "tiny200"
     if (root / "complete").exists():
@@ -100,12 +103,14 @@ def prepare(data: Path, out: Path, most: dict[str, int] | None = None) -> Path:
             jobs.append((path, root / "train" / folder.name / path.name, 0))
             padded = root / "train_padded" / folder.name / f"{path.stem}.png"
             jobs.append((path, padded, (PADDED - 64) // 2))
-    lines = (data / "val" / "val_annotations.txt").read_text().splitlines()
-    for line in lines[: most and most["val"]]:
+    counts = most or {"train": 500, "val": 50}
+    seen: Counter[str] = Counter()
+    for line in (data / "val" / "val_annotations.txt").read_text().splitlines():
         name, wnid = line.split("\t")[:2]
-        jobs.append((data / "val" / "images" / name, root / "val" / wnid / name, 0))
-    counts = {"train": 500, "val": 10_000} if most is None else most
-    if len(jobs) != 2 * 200 * counts["train"] + counts["val"]:
+        seen[wnid] += 1
+        if seen[wnid] <= counts["val"]:
+            jobs.append((data / "val" / "images" / name, root / "val" / wnid / name, 0))
+    if len(jobs) != 200 * (2 * counts["train"] + counts["val"]):
         raise SystemExit(
             f"{data} must hold 100,000 + 10,000 images, found {len(jobs)} files to write"
         )

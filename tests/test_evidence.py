@@ -230,12 +230,10 @@ def write_tiny_imagenet(root: Path, train: int, val: int) -> None:
 def test_tiny_imagenet_is_prepared_whole_or_in_part(scripts, tmp_path):
     evidence = scripts["evidence"]
     write_tiny_imagenet(tmp_path / "data", train=2, val=2)
-    root = evidence.prepare(tmp_path / "data", tmp_path / "out", {"train": 2, "val": 30})
+    root = evidence.prepare(tmp_path / "data", tmp_path / "out", {"train": 2, "val": 1})
     names = {split: len(list((root / split).glob("*/*"))) for split in ("train", "val")}
-    assert names == {"train": 400, "val": 30}
-    assert sorted(path.name for path in (root / "val").iterdir()) == [
-        f"n{label:08d}" for label in range(15)
-    ]
+    assert names == {"train": 400, "val": 200}
+    assert len(list((root / "val").iterdir())) == 200  # `pale train` needs images of every class
     padded = Image.open(next((root / "train_padded").glob("*/*.png")))
     assert (padded.size, padded.getpixel((0, 0)), padded.getpixel((4, 4))) == (
         (72, 72),
