@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -307,3 +308,37 @@ class TestCommand:
         assert "Traceback" not in noted
         done = [json.loads(line) for line in lines.read_text().splitlines()]
         assert 0 < len(done) < 400
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "between batches"])
+def test_a_stream_keeps_the_order_and_decodes_ahead_only_beside_the_model(
+    made, tmp_path, monkeypatch, ahead
+):
+    paths = [tmp_path / f"{i}.png" for i in range(13)]
+    for i, path in enumerate(paths):
+        Image.new("RGB", (40 + i, 30)).save(path)
+        if i % 5 == 4:
+            path.write_bytes(b"no image")
+    chosen = predictor(made, "classification", batch=4)
+    monkeypatch.setattr("pale.predict.predictor._cores", lambda: 64 if ahead else 1)
+    predict, read = chosen._predict, chosen.prepare
+    working, overlaps = threading.Event(), []
+
+    def slow(*args):
+        working.set()
+        time.sleep(0.05)
+        working.clear()
+        return predict(*args)
+
+    def prepare(image):
+        time.sleep(0.01)
+        overlaps.append(working.is_set())
+        return read(image)
+
+    monkeypatch.setattr(chosen, "_predict", slow)
+    monkeypatch.setattr(chosen, "prepare", prepare)
+    found = list(chosen.stream(paths))
+    assert [each.name for each in found] == [str(path) for path in paths]
+    assert [isinstance(each, Failed) for each in found] == [i % 5 == 4 for i in range(13)]
+    assert any(overlaps) or not ahead
+    assert ahead or not any(overlaps)

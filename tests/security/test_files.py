@@ -326,12 +326,12 @@ def test_running_out_of_memory_with_one_image_does_not_stop_a_stream(
 
 
 def test_large_images_are_not_read_ahead_all_at_once(weight_files, monkeypatch):
-    from pale.predict import predictor
+    from pale.predict import images, predictor
 
     alive, peak = 0, 0
     chosen = Predictor(weight_files["classification"], device="cpu", batch=8)
     monkeypatch.setattr(predictor, "MAX_HELD", 5000)
-    read = predictor.as_image
+    read = images.as_image
 
     def count_and_read(image, name):
         nonlocal alive, peak
@@ -339,7 +339,7 @@ def test_large_images_are_not_read_ahead_all_at_once(weight_files, monkeypatch):
         peak = max(peak, alive)
         return read(image, name)
 
-    monkeypatch.setattr(predictor, "as_image", count_and_read)
+    monkeypatch.setattr(images, "as_image", count_and_read)
     for _ in chosen.stream([pixels(50, 40)] * 9):
         alive -= 1
     assert peak == 2  # of 2000 pixels each

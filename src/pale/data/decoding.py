@@ -82,8 +82,21 @@ def unreadable_file(name: str, error: OSError, kind: str = "an image") -> Unread
 
 def decode_image(file: IO[bytes], name: str) -> Image.Image:
     """Decode an open file as `read_image` does; `name` is used in messages."""
+    return decode_opened(open_header(file, name), name)
+
+
+def open_header(file: IO[bytes], name: str) -> Image.Image:
+    """Read the header of an open file for `decode_opened`; `name` is used in messages."""
     try:
-        with open_image(file) as image:
+        return open_image(file)
+    except Exception as error:
+        raise undecodable_content(name, error) from None
+
+
+def decode_opened(image: Image.Image, name: str) -> Image.Image:
+    """Decode and close the result of `open_header`."""
+    try:
+        with image:
             return load_upright(image)
     except Exception as error:
         raise undecodable_content(name, error) from None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import os
 import struct
-from typing import IO, Any, Protocol, TypeGuard
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ..data.decoding import decode_image, read_image, to_rgb
+from ..data.decoding import decode_image, decode_opened, open_header, read_image, to_rgb
 from ..data.reading import (
     MAX_PIXELS,
     MAX_SIDE,
@@ -104,17 +107,35 @@ def _require_size(size: tuple[int, int], name: str) -> None:
         )
 
 
-def pixel_count(what: ImageLike) -> int:
-    """Return the number of pixels of an image from its header; 0 if it cannot be read."""
+@dataclass(frozen=True)
+class Opened:
+    """An image of known size that can be decoded.
+
+    Attributes:
+        pixels: number of pixels; 0 if it cannot be read.
+        decode: return the RGB image as `as_image` does, or raise the reason; thread-safe, to be called once.
+    """
+
+    pixels: int
+    decode: Callable[[], Image.Image]
+
+
+def open_any(what: ImageLike, name: str) -> Opened:
+    """Read the header of an image; arguments as for `as_image`."""
+    if isinstance(what, bytes | bytearray | memoryview):
+        image = open_header(io.BytesIO(what), name)
+        return Opened(image.width * image.height, partial(decode_opened, image, name))
+    return Opened(_pixel_count(what), partial(as_image, what, name))
+
+
+def _pixel_count(what: str | os.PathLike[str] | Image.Image | NDArray[Any] | Tensor) -> int:
     if isinstance(what, np.ndarray | Tensor):
         return int(np.prod(what.shape)) // 3
     if isinstance(what, Image.Image):
         return what.width * what.height
     try:
-        if isinstance(what, bytes | bytearray | memoryview):
-            return _pixels(io.BytesIO(what))
-        with open_regular(what) as file:
-            return _pixels(file)
+        with open_regular(what) as file, open_image(file) as image:
+            return image.width * image.height
     except (
         OSError,
         ValueError,
@@ -124,12 +145,7 @@ def pixel_count(what: ImageLike) -> int:
         ArithmeticError,
         struct.error,
     ):
-        return 0  # the error is raised when the image is read
-
-
-def _pixels(file: IO[bytes]) -> int:
-    with open_image(file) as image:
-        return image.width * image.height
+        return 0  # `decode` raises the error
 
 
 def name_of(image: ImageLike | LazyImage, number: int = 0) -> str:

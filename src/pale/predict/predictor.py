@@ -6,8 +6,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from ..tasks.pipeline import Options
 from ..tasks.prediction import Prediction
 from ..weights import zoo
 from .bundle import ModelBundle, load
-from .images import ImageLike, LazyImage, as_image, is_lazy, name_of, pixel_count
+from .images import ImageLike, LazyImage, Opened, as_image, is_lazy, name_of, open_any
 from .memory import prediction_shortage
 
 READERS = 2  # threads that decode images in advance
@@ -53,11 +54,17 @@ class Read:
 
 @dataclass(frozen=True)
 class Waiting:
-    """An image that is being read in advance."""
+    """An image that was opened in advance.
+
+    Attributes:
+        name: name of the image.
+        pixels: number of pixels; 0 if it cannot be read.
+        found: result of reading it, or of opening it if it must wait for memory.
+    """
 
     name: str
     pixels: int
-    future: Future[Any]
+    found: Opened | Read | Failed | Future[Read | Failed]
 
 
 class Predictor:
@@ -143,86 +150,97 @@ class Predictor:
         return self._predict(images, names, prepared)
 
     def stream(self, images: Iterable[ImageLike | LazyImage]) -> Iterator[Prediction | Failed]:
-        """Predict any number of images, in their order, while the next batch is read and prepared.
+        """Predict any number of images, in their order, while the next batch is read.
 
-        An image that cannot be read or predicted yields `Failed`; the others are still predicted.
+        It is also decoded in the meantime, unless the model needs the same cores. An image that cannot be read or
+        predicted yields `Failed`; the others are still predicted.
         """
-        readers = ThreadPoolExecutor(READERS)
-        try:
-            yield from self._stream(images, readers)
-        finally:
-            readers.shutdown(cancel_futures=True)
+        with ExitStack() as threads:
+            loaders, readers = ThreadPoolExecutor(READERS), ThreadPoolExecutor(READERS)
+            for pool in (loaders, readers):
+                threads.callback(pool.shutdown, cancel_futures=True)
+            yield from self._stream(self._load_all(images, loaders), readers)
+
+    def _load_all(
+        self, images: Iterable[ImageLike | LazyImage], loaders: ThreadPoolExecutor
+    ) -> Iterator[tuple[ImageLike | Failed, str]]:
+        """Yield content and name of each image; those of the next batch are loaded in the meantime."""
+        loading: deque[Future[list[tuple[ImageLike | Failed, str]]]] = deque()
+        named = ((image, name_of(image, number)) for number, image in enumerate(images))
+        while part := list(islice(named, self._part)):
+            loading.append(loaders.submit(lambda part: [_load(*each) for each in part], part))
+            if len(loading) > READERS:
+                yield from loading.popleft().result()
+        while loading:
+            yield from loading.popleft().result()
 
     def _stream(
-        self, images: Iterable[ImageLike | LazyImage], readers: ThreadPoolExecutor
+        self, images: Iterator[tuple[ImageLike | Failed, str]], readers: ThreadPoolExecutor
     ) -> Iterator[Prediction | Failed]:
-        opening: deque[tuple[str, Future[Read | tuple[ImageLike, int]]]] = deque()
+        opening: deque[Future[list[Waiting]]] = deque()
         waiting: deque[Waiting] = deque()
+        batches = 1 + self._decodes_ahead()
 
         def decode_next() -> Iterator[Prediction | Failed]:
-            name, opened = opening.popleft()
-            try:
-                found = opened.result()
-            except (ValueError, OSError):
-                waiting.append(Waiting(name, 0, opened))
-            else:
-                later: ImageLike | None = None
-                if isinstance(found, Read):
-                    pixels = found.image.width * found.image.height
-                else:
-                    later, pixels = found
-                while waiting and pixels + sum(each.pixels for each in waiting) > MAX_HELD:
+            for each in opening.popleft().result():
+                while waiting and each.pixels + sum(x.pixels for x in waiting) > MAX_HELD:
                     yield from self._next(waiting)
-                future = opened if later is None else readers.submit(self._read, later, name)
-                waiting.append(Waiting(name, pixels, future))
-            if len(waiting) >= 2 * self.batch_size:
-                yield from self._next(waiting)
+                if isinstance(each.found, Opened):
+                    each = replace(each, found=readers.submit(self._read, each.found, each.name))
+                waiting.append(each)
+                if len(waiting) >= batches * self.batch_size:
+                    yield from self._next(waiting)
 
-        for number, image in enumerate(images):
-            name = name_of(image, number)
-            opening.append((name, readers.submit(self._open, image, name)))
-            # Readers work in the order of submission: with fewer, this thread would wait for images being decoded.
-            if len(opening) > self.batch_size:
-                yield from decode_next()
+        while part := list(islice(images, self._part)):
+            opening.append(readers.submit(lambda part: [self._open(*each) for each in part], part))
+            if len(opening) == batches * READERS:
+                for _ in range(READERS):
+                    yield from decode_next()
         while opening:
             yield from decode_next()
         while waiting:
             yield from self._next(waiting)
 
-    def _open(self, image: ImageLike | LazyImage, name: str) -> Read | tuple[ImageLike, int]:
-        """Read a small image; return a larger one, which must wait for memory, with its number of pixels."""
-        loaded = image.load() if is_lazy(image) else cast(ImageLike, image)
-        if isinstance(loaded, str | os.PathLike):
-            with suppress(OSError):  # if a file cannot be read, `_read` returns the reason
-                loaded = read_bytes(loaded, SMALL_FILE)
-        pixels = pixel_count(loaded)
-        if 0 < pixels <= MAX_HELD // (SMALL_SHARE * self.batch_size):
-            return self._read(loaded, name)
-        return loaded, pixels
+    @property
+    def _part(self) -> int:
+        """Images of a task of a thread: handing over a single one would take as long as reading a small image."""
+        return -(-self.batch_size // READERS)
 
-    def _read(self, image: ImageLike, name: str) -> Read:
-        """Decode an image and prepare it; if preparing fails, `_safely` repeats it and returns the reason."""
-        read = as_image(image, name)
+    def _decodes_ahead(self) -> bool:
+        """Return whether images are decoded while the model works: not if both would share cores.
+
+        Then the overlap would gain nothing, and waiting for cores and for the interpreter lock would cost time.
+        """
+        return self.device.type != "cpu" or _cores() >= torch.get_num_threads() + READERS
+
+    def _open(self, loaded: ImageLike | Failed, name: str) -> Waiting:
+        """Read a small image; only open a larger one, which must wait for memory."""
+        if isinstance(loaded, Failed):
+            return Waiting(name, 0, loaded)
         try:
-            return Read(name, read, self.prepare(read))
+            opened = open_any(loaded, name)
+        except (ValueError, OSError) as error:
+            return Waiting(name, 0, _failed(name, error))
+        small = 0 < opened.pixels <= MAX_HELD // (SMALL_SHARE * self.batch_size)
+        return Waiting(name, opened.pixels, self._read(opened, name) if small else opened)
+
+    def _read(self, opened: Opened, name: str) -> Read | Failed:
+        """Decode an image and prepare it; if preparing fails, `_safely` repeats it and returns the reason."""
+        try:
+            image = opened.decode()
+        except (ValueError, OSError) as error:
+            return _failed(name, error)
+        try:
+            return Read(name, image, self.prepare(image))
         except (ValueError, RuntimeError, MemoryError, ArithmeticError):
-            return Read(name, read, None)
+            return Read(name, image, None)
 
     def _next(self, waiting: deque[Waiting]) -> Iterator[Prediction | Failed]:
-        found: list[Prediction | Failed | None] = []
-        read: list[Read] = []
-        places: list[int] = []
-        for place in range(min(self.batch_size, len(waiting))):
-            each = waiting.popleft()
-            try:
-                read.append(each.future.result())
-                places.append(place)
-                found.append(None)
-            except (ValueError, OSError) as error:
-                found.append(_failed(each.name, error))
-        for place, result in zip(places, self._safely(read), strict=True):
-            found[place] = result
-        yield from (each for each in found if each is not None)
+        """Predict the next batch."""
+        part = [waiting.popleft().found for _ in range(min(self.batch_size, len(waiting)))]
+        found = [each.result() if isinstance(each, Future) else each for each in part]
+        predicted = iter(self._safely([each for each in found if isinstance(each, Read)]))
+        yield from (each if isinstance(each, Failed) else next(predicted) for each in found)
 
     def _safely(self, read: Sequence[Read]) -> list[Prediction | Failed]:
         """Predict all together; if that fails, one by one."""
@@ -262,6 +280,23 @@ class Predictor:
         tensors = [self.prepare(x) if tensor is None else tensor for x, tensor in pairs]
         loaded = self.loaded
         return loaded.pipeline.predict(loaded.model, tensors, images, names, self.batch_size)
+
+
+def _load(image: ImageLike | LazyImage, name: str) -> tuple[ImageLike | Failed, str]:
+    """Return the content of a lazy image or of a small file, and the name."""
+    try:
+        loaded = image.load() if is_lazy(image) else cast(ImageLike, image)
+    except (ValueError, OSError) as error:
+        return _failed(name, error), name
+    if isinstance(loaded, str | os.PathLike):
+        with suppress(OSError):  # if a file cannot be read, decoding it raises the reason
+            loaded = read_bytes(loaded, SMALL_FILE)
+    return loaded, name
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _failed(name: str, error: BaseException) -> Failed:
