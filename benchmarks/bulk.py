@@ -1,10 +1,11 @@
 """Bulk prediction: start, memory and throughput of `pale predict --shard` beside a plain loop, on a CPU.
 
-    python benchmarks/bulk.py /tmp/bulk --images 100000 -o benchmarks/results/bulk_cpu.md
+    python benchmarks/bulk.py /tmp/bulk --images 20000 -o benchmarks/results/bulk_cpu.md
 
 Writes generated JPEG files (about 160x120) and weights of pale_nano into the folder, unless they are there. Then
 
-- one command predicts all of them, while its memory is read every second; its start is the time until the first result;
+- one command predicts all of them at the first size, while its memory is read every second; its start is the time until
+  the first result;
 - slices of the same files are predicted in one process, in turn by a job (parts written, synced, verified) and by two
   loops that read, decode and resize the same files, run the same model on batches of the same size, and write nothing:
   one does this one after the other, the other decodes in two threads while the model runs. The result is the median
@@ -36,7 +37,9 @@ from pale.predict.bulk import predict_shard
 from pale.recipes import get
 from pale.weights.write import save_weights
 
+ROOT = Path(__file__).parent.parent
 CLASSES = 100
+WAYS = ("job", "loop", "loop with threads")
 
 
 def write_images(root: Path, count: int) -> None:
@@ -157,16 +160,16 @@ def plain_loop(predictor: Predictor, paths: list[str], threads: int) -> int:
 def compare(weights: Path, items: list[FileItem], folder: Path, slice_: int, rounds: int) -> dict:
     """Time the job and both loops on slices of the files, in turn."""
     predictor = Predictor(weights, device="cpu")
-    times: dict[str, list[float]] = {"job": [], "loop": [], "loop with threads": []}
-    work: dict[str, list[float]] = {way: [] for way in times}
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    work: dict[str, list[float]] = {way: [] for way in WAYS}
     plain_loop(predictor, [item.path for item in items[:200]], 2)  # warm up
     for turn in range(rounds):
-        part = items[turn * slice_ : (turn + 1) * slice_]
+        start = turn * slice_ % (len(items) - slice_ + 1)
+        part = items[start : start + slice_]
         paths = [item.path for item in part]
         for path in paths:  # all three read from the page cache
             Path(path).read_bytes()
-        ways = list(times)
-        for way in ways[turn % 3 :] + ways[: turn % 3]:
+        for way in WAYS[turn % 3 :] + WAYS[: turn % 3]:
             began, used = time.perf_counter(), time.process_time()
             if way == "job":
                 shutil.rmtree(folder, ignore_errors=True)
@@ -179,69 +182,91 @@ def compare(weights: Path, items: list[FileItem], folder: Path, slice_: int, rou
         print(
             turn, {way: f"{slice_ / found[-1]:.0f}/s" for way, found in times.items()}, flush=True
         )
-    found: dict = {way: slice_ / statistics.median(t) for way, t in times.items()}
-    for way in times:
+    found: dict = {}
+    for way in WAYS:
+        speeds = [slice_ / seconds for seconds in times[way]]
         ratios = [a / b for a, b in zip(times[way], times["job"], strict=True)]
+        found[way] = (statistics.median(speeds), *quartiles(speeds))
         found[f"ratio to {way}"] = (statistics.median(ratios), *quartiles(ratios))
         found[f"cpu ms, {way}"] = 1000 * statistics.median(work[way]) / slice_
     return found
 
 
-def report(args: argparse.Namespace, found: dict) -> str:
-    whole, slices, memory = found["command"], found["slices"], found["command"]["memory_mb"]
-    tenth = max(1, len(memory) // 10)
-    parts = [memory[i : i + tenth] for i in range(0, tenth * 10, tenth)]
+def report(args: argparse.Namespace, whole: dict, cases: list[dict], load: list[float]) -> str:
+    """Return the page of results."""
+    tenth = max(1, len(whole["memory_mb"]) // 10)
+    parts = [whole["memory_mb"][i : i + tenth] for i in range(0, tenth * 10, tenth)]
     tenths = [statistics.median(part) for part in parts if part]  # a short run has fewer samples
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    typed = f"--images {args.images} --rounds {args.rounds}"
+    typed += "".join(f" --case {size}:{count}" for size, count in args.case)
     lines = [
-        "# Bulk prediction on two CPU cores",
+        "# Bulk prediction on a CPU",
         "",
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads; {args.images:,} JPEG files of 160x120, pale_nano at "
-        f"{args.size} px, batch 16. Load average when it started: {found['load'][0]:.1f}, when it ended: "
-        f"{found['load'][1]:.1f}.",
-        f"`python benchmarks/bulk.py DIR --images {args.images} --size {args.size} --slice {args.slice} "
-        f"--rounds {args.rounds}`",
+        f"{time.strftime('%Y-%m-%d')}, commit {commit.strip()}, {platform.machine()}, {os.cpu_count()} cores, torch "
+        f"{torch.__version__}, {torch.get_num_threads()} threads; generated JPEG files of 160x120, pale_nano, batch "
+        f"16. Load average when it started: {load[0]:.1f}, when it ended: {load[1]:.1f}.",
         "",
-        f"| one command, {whole['predicted']:,} of {args.images:,} files in {whole['seconds'] / 60:.1f} min | |",
+        f"| one command, {whole['predicted']:,} of {args.images:,} files at {args.case[0][0]} px in "
+        f"{whole['seconds']:.0f} s | |",
         "| --- | --- |",
         f"| time until the first result (imports, weights, listing all files) | {whole['start_s']:.1f} s, "
         f"{whole['start_cpu_s']:.1f} s of CPU time |",
         f"| throughput after it | {whole['images_per_s']:.0f} images/s |",
         f"| resident memory, median of each tenth of the time | {', '.join(f'{m:.0f}' for m in tenths)} MB |",
-        f"| peak | {max(memory):.0f} MB |",
+        f"| peak | {max(whole['memory_mb']):.0f} MB |",
         "",
-        f"In one process, in turn on slices of {args.slice} files, {args.rounds} rounds:",
+        f"In one process, in turn on slices of the files, {args.rounds} rounds; 160 px is the size of the included "
+        "classifier:",
         "",
-        "| | images/s (median) | CPU ms per image | speed of the job relative to it (median, quartiles) |",
-        "| --- | --- | --- | --- |",
+        "| size | files in a slice | | images/s (median, quartiles) | CPU ms per image | speed of the job relative to "
+        "it (median, quartiles) |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for way in ("job", "loop", "loop with threads"):
-        ratio, low, high = slices[f"ratio to {way}"]
-        lines.append(
-            f"| {way} | {slices[way]:.0f} | {slices[f'cpu ms, {way}']:.2f} | {ratio:.2f} ({low:.2f} to {high:.2f}) |"
-        )
+    for (size, count), found in zip(args.case, cases, strict=True):
+        for way in WAYS:
+            speed, ratio = (
+                f"{middle:{digits}} ({low:{digits}} to {high:{digits}})"
+                for digits, (middle, low, high) in (
+                    (".0f", found[way]),
+                    (".2f", found[f"ratio to {way}"]),
+                )
+            )
+            cpu = found[f"cpu ms, {way}"]
+            lines.append(f"| {size} px | {count} | {way} | {speed} | {cpu:.2f} | {ratio} |")
+    lines += ["", "```bash", f"python benchmarks/bulk.py DIR {typed}", "```"]
     return "\n".join(lines) + "\n"
+
+
+def case(text: str) -> tuple[int, int]:
+    """Return the side of the model input and the files of a slice, from SIZE:FILES."""
+    size, _, count = text.partition(":")
+    return int(size), int(count)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--images", type=int, default=100_000)
-    parser.add_argument("--size", type=int, default=64)
-    parser.add_argument("--slice", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--images", type=int, default=20_000)
+    parser.add_argument("--case", type=case, action="append", metavar="SIZE:FILES")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--minutes", type=float, default=60, help="time limit of the command")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
-    root, weights = args.folder / f"images-{args.images}", args.folder / "nano.safetensors"
+    args.case = args.case or [(32, 2000), (160, 250)]
+    root = args.folder / f"images-{args.images}"
+    weights = {size: args.folder / f"nano-{size}.safetensors" for size, _ in args.case}
     write_images(root, args.images)
-    write_weights(weights, args.size)
-    load = os.getloadavg()[0]
+    for size, path in weights.items():
+        write_weights(path, size)
+    load = [os.getloadavg()[0]]
     items = list(local_items([root]))
-    found = {"slices": compare(weights, items, args.folder / "slices", args.slice, args.rounds)}
-    found["command"] = run_command(root, weights, args.folder / "out", args.minutes)
-    found["load"] = [load, os.getloadavg()[0]]
-    text = report(args, found)
+    slices = args.folder / "slices"
+    cases = [compare(weights[size], items, slices, n, args.rounds) for size, n in args.case]
+    whole = run_command(root, weights[args.case[0][0]], args.folder / "out", args.minutes)
+    load.append(os.getloadavg()[0])
+    text = report(args, whole, cases, load)
     print(text)
     if args.output:
         args.output.write_text(text)
