@@ -162,6 +162,12 @@ def test_misspelt_options_and_commands_name_the_nearest(capsys, argv, hint):
     assert hint in capsys.readouterr().err
 
 
+def test_a_missing_argument_has_no_hint(capsys):
+    with pytest.raises(SystemExit):
+        main(["export", "runs/a"])
+    assert capsys.readouterr().err.endswith("arguments are required: -o/--output\n")
+
+
 COMMANDS = {" ".join(path): parser for path, parser in walk(build_parser())}
 
 

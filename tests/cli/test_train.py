@@ -1,8 +1,10 @@
 """Training commands as a user types them."""
 
 import json
+import re
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 from support.recipes import CLASSIFICATION
@@ -110,13 +112,30 @@ def test_own_images_from_folders_to_evaluation_and_to_other_classes(capsys, tmp_
         (["train", "imagenet.pale_t"], "data.root is not set"),
         (
             ["train", "imagenet.pale_t", "--data.root", "nowhere"],
-            "there is no folder nowhere/train",
+            "there is no folder nowhere; expected are nowhere/train/<class>/<image>",
         ),
         (["train", "--resume", "nowhere"], "nowhere is not a run: it holds no recipe.yaml"),
+        (["train", "finetune", "--data.root", "nowhere"], "there is no folder nowhere; give the"),
+        (["train", "finetune", "--data.rot", "x"], "did you mean 'data.root'?"),
         (["eval", "nowhere"], "there are no weights at nowhere"),
+        (["eval", "."], ". is neither a run nor an exported model"),
         (["recipes", "show"], "show needs the name of a recipe"),
     ],
-    ids=["nothing", "both", "recipe", "key", "value", "root", "folder", "run", "eval", "show"],
+    ids=[
+        "nothing",
+        "both",
+        "recipe",
+        "key",
+        "value",
+        "root",
+        "folder",
+        "run",
+        "photos",
+        "misspelt",
+        "eval",
+        "no run",
+        "show",
+    ],
 )
 def test_mistakes_are_one_clear_line(capsys, tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
@@ -126,6 +145,47 @@ def test_mistakes_are_one_clear_line(capsys, tmp_path, monkeypatch, argv, messag
     assert err.count("\n") == 1
     assert message in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("photos", "a folder of data is a setting: --data.root photos"),
+        ("data.root=x", "a setting starts with two dashes: --data.root=x"),
+    ],
+)
+def test_a_word_too_many_names_the_setting(capsys, word, hint):
+    for words in (["train", "finetune"], ["eval", "runs/a"]):
+        with pytest.raises(SystemExit):
+            main([*words, word])
+        assert f"unrecognized arguments: {word}; {hint}\n" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["features", "a", "b", "-o", "c", word])
+    assert f"unrecognized arguments: {word}\n" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "quickstart", *map(str, SMALL)],
+        ["eval", "classify_pets", "--data.root", "photos"],
+        ["features", "classify_pets", "photos", "-o", "out.safetensors"],
+        ["token-labels", "make", "--model", "classify_pets", "--data.root", ".", "--output", "out"],
+        ["bench", "pale_nano"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_missing_gpu_is_one_line_in_every_command(capsys, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    for split in ("photos", "train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("RGB", (32, 32)).save(tmp_path / split / name / "1.png")
+    code, _, err = run(capsys, *words, "--device", "cuda")
+    assert code == 1
+    assert re.match("pale: (no CUDA device is available|device 'cuda' needs a CUDA device)", err)
+    assert err.count("\n") == 1
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(capsys, tmp_path):

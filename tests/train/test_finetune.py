@@ -84,6 +84,29 @@ def test_the_largest_zoo_classifier_of_a_model_is_the_start(tmp_path):
     assert zoo.best_start("classification", "pale_base", tmp_path) is None
 
 
+def test_a_single_class_is_an_error_that_names_the_folder_below(tmp_path):
+    write_photos(tmp_path / "photos", {"cat": 2, "dog": 2})
+    plan_one, _ = plan({"data.root": str(tmp_path)})
+    with pytest.raises(DataError, match=r"one class, photos, .* use --data\.root .*photos$"):
+        plan_one.task()
+    write_photos(tmp_path / "cats" / "all", {"cat": 4})
+    single, _ = plan({"data.root": str(tmp_path / "cats" / "all")})
+    with pytest.raises(DataError, match=r"one class, cat, and a classifier needs at least two$"):
+        single.task()
+
+
+def test_class_folders_with_the_same_folders_inside_are_a_warning(tmp_path):
+    for name in ("photos", "fresh"):
+        write_photos(tmp_path / name, {"cat": 2, "dog": 2})
+    _, notes = plan({"data.root": str(tmp_path)})
+    (warning,) = [note for note in notes if note.startswith("warning")]
+    assert "the classes are fresh, photos, and each holds the same folders (cat, dog)" in warning
+    assert f"--data.root {tmp_path / 'fresh'}" in warning
+    write_photos(tmp_path / "other", {"cat": 2})
+    _, notes = plan({"data.root": str(tmp_path)})
+    assert not [note for note in notes if note.startswith("warning")]
+
+
 def test_masks_and_annotations_are_recognised_without_splits(tmp_path):
     masks = tmp_path / "masks_set"
     for folder in ("images", "masks"):

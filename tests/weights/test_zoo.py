@@ -338,9 +338,16 @@ def test_packed_weights_have_readable_names_for_wordnet_ids(tmp_path, capsys):
     assert json.loads((tmp_path / "hub/config.json").read_text())["label_names"] == list(names)
     assert main([*command[:-1], str(tmp_path / "none.txt")]) == 1
     assert "the list of words" in capsys.readouterr().err
+    words.write_text("n01443537 goldfish\n")
+    assert main(command) == 1
+    assert "names none of the 4 classes" in capsys.readouterr().err
+    modes = [path.stat().st_mode & 0o777 for path in (output, tmp_path / "hub/model.safetensors")]
+    assert modes == [0o644, 0o644]
 
 
-@pytest.mark.parametrize("names", ["ab", [1, 2], ["a"], ["a", "a"], ["a", "b", "c"]])
+@pytest.mark.parametrize(
+    "names", ["ab", [1, 2], ["a"], ["a", "a"], ["a", "b", "b"], ["a", "b", "c"]]
+)
 def test_invalid_readable_names_are_not_written(tmp_path, names):
     about = {"classes": ["x", "y"], "label_names": names}
     with pytest.raises(ValueError, match="its label_names are not"):

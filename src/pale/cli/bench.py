@@ -92,7 +92,7 @@ class BenchModels(Measuring, name="bench models"):
         )
         self.publish(report, describe_models(report, models[0]))
         if any(row["error"] for row in report["rows"] if row["model"] == models[0]):
-            raise PaleError(f"{models[0]} failed; only the other models may fail")
+            raise PaleError(f"{models[0]}, with which the others are compared, failed; see above")
 
 
 class BenchOp(Measuring, name="bench op"):

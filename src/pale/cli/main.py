@@ -87,9 +87,19 @@ def parse(words: Sequence[str]) -> Command:
             importlib.import_module("pale.data.remote").allow(value)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
-        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = "" if leaf.settings is None else _settings_hint(unknown[0])
+        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     command: type[Command] = parsed.parser.command
     return command.from_namespace(parsed, typed, overrides)
+
+
+def _settings_hint(word: str) -> str:
+    """Return how to give a word as a setting, after a command that takes settings."""
+    if word.startswith("-"):
+        return ""
+    if "=" in word:
+        return f"; a setting starts with two dashes: --{word}"
+    return f"; a folder of data is a setting: --data.root {word}"
 
 
 def split_overrides(

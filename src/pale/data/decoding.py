@@ -72,9 +72,8 @@ def _opened(path: str | os.PathLike[str], kind: str) -> Iterator[Image.Image]:
 def unreadable_file(name: str, error: OSError, kind: str = "an image") -> UnreadableImageError:
     """Describe why a file cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
-        advice = "" if kind == "a mask" else "; was it moved after the list was made?"
         noun = "mask" if kind == "a mask" else "file"
-        return UnreadableImageError(f"{name}: there is no such {noun}{advice}")
+        return UnreadableImageError(f"{name}: there is no such {noun}")
     return UnreadableImageError(
         f"{name}: cannot be read ({error.strerror or error}); repair the disk or the permissions, or replace the file"
     )

@@ -11,10 +11,11 @@ import numpy as np
 from ..core.plain_json import parse_json
 from ..data.decoding import read_stored_image
 from ..data.reading import SUFFIXES, display_name, read_text
+from ..data.remote import address_of
 from ..data.sources.class_list import IGNORED
 from ..data.sources.label_formats import detect_format
 from ..data.sources.masks import MASK_SUFFIXES
-from ..data.sources.paths import walk_files
+from ..data.sources.paths import missing_folder, walk_files
 from ..errors import DataError, SettingsError
 
 HOLD_OUT: dict[str, object] = {"data.hold_out": 0.2, "data.hold_out_by": "name"}
@@ -66,8 +67,10 @@ def _recognise(root: Path | None, given: Mapping[str, object]) -> Layout:
     if "data.annotations" in given or given.get("data.kind") in ("coco", "yolo", "voc"):
         whole = "{split}" not in str(given.get("data.annotations", "{split}"))
         return Layout("detection", dict(HOLD_OUT) if whole else {})
-    if root is None or not root.is_dir():
+    if root is None or address_of(root) is not None:
         return Layout("classification")  # whose data settings raise the error
+    if not root.is_dir():
+        raise DataError(f"{missing_folder(root)}; give the folder of the dataset: --data.root DIR")
     if (root / "masks").is_dir() and (root / "images").is_dir():
         return _masks(root, given)
     if (found := _annotations(root)) is not None:
@@ -90,7 +93,25 @@ def _folders(root: Path) -> Layout:
             f"{root} holds images, but no folder for each class; move the images of each class into a folder of its "
             f"name: {root}/<class>/{loose[0].name}"
         )
-    return Layout("classification", {"data.train": "."} | HOLD_OUT)
+    return Layout("classification", {"data.train": "."} | HOLD_OUT, _same_folders(root))
+
+
+def _same_folders(root: Path) -> list[str]:
+    """Return a warning if all class folders hold folders of the same names, which are then likely the classes."""
+    shared: set[str] | None = None
+    folders = [each for each in sorted(root.iterdir()) if each.is_dir()]
+    for folder in folders if len(folders) > 1 else []:
+        names = {each.name for each in folder.iterdir() if each.is_dir()}
+        shared = names if shared is None else shared & names
+        if len(shared) < 2:
+            return []
+    if shared is None:
+        return []
+    listed = ", ".join(display_name(name) for name in sorted(shared)[:3])
+    return [
+        f"warning: the classes are {', '.join(display_name(each.name) for each in folders[:3])}, and each holds the "
+        f"same folders ({listed}); if these are the classes, use --data.root {display_name(folders[0])}"
+    ]
 
 
 def _masks(root: Path | None, given: Mapping[str, object]) -> Layout:

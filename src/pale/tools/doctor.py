@@ -59,7 +59,7 @@ def _device(device: torch.device) -> Json:
         dtype = torch.bfloat16
     else:
         about = (
-            f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+            f"{os.cpu_count()} cores, PyTorch threads: {torch.get_num_threads()}"
             if device.type == "cpu"
             else "Apple GPU"
         )

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ..core.devices import choose_device
 from ..core.plain_json import parse_json
 from ..core.progress import Track, no_progress
 from ..data.loader import ImageDataset, collate, iterate_batches
@@ -124,7 +125,7 @@ def extract(
         collate_fn=collate,
         num_workers=workers,
     )
-    model = model.to(device).eval()
+    model = model.to(choose_device(device)).eval()
     vectors = []
     for images in track(iterate_batches(loader), "computing features", len(loader)):
         maps = model.forward_features(normalise(images["images"].to(device)))  # type: ignore[operator]

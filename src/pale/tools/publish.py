@@ -17,6 +17,7 @@ from ..weights.write import save_weights
 
 # Paths of the training machine: private, and wrong on other machines.
 PATHS = ("data.root", "model.weights", "model.init", "token_labels.store")
+READABLE = 0o644  # mode of published files; safetensors makes files that only the owner can read
 
 
 def read(
@@ -65,10 +66,16 @@ def pack(
     weights, chosen = read(source, recipe)
     about = weights.about | {"recipe": chosen.plain()} | ({"license": license} if license else {})
     if words is not None:
-        about["label_names"] = name_classes(weights.about.get("classes") or (), read_words(words))
+        classes = weights.about.get("classes") or []
+        about["label_names"] = name_classes(classes, read_words(words))
+        if about["label_names"] == classes:
+            raise SettingsError(
+                f"{words} names none of the {len(classes)} classes of {source}, so --words has no effect; remove it, "
+                "or give a list with lines such as 'n01443537 goldfish'"
+            )
     output.parent.mkdir(parents=True, exist_ok=True)
     save_weights(output, weights.tensors, about, packed=True)
-    output.chmod(0o644)  # safetensors makes files readable by the owner only
+    output.chmod(READABLE)
     return output.stat().st_size
 
 
@@ -98,6 +105,7 @@ def export(
     chosen.task_class.pipeline.write_hub_config(chosen, weights, source, target / "config.json")
     about = weights.about | {"recipe": chosen.plain()}
     save_weights(target / "model.safetensors", weights.tensors, about)
+    (target / "model.safetensors").chmod(READABLE)
     (target / "recipe.yaml").write_text(recipe_to_yaml(chosen))
     if entry is not None and (where / entry.card).is_file():
         shutil.copyfile(where / entry.card, target / "README.md")

@@ -18,6 +18,7 @@ from timm.data import resolve_data_config
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ..core.devices import choose_device
 from ..core.progress import Track, no_progress
 from ..data.loader import ImageDataset, collate, iterate_batches, usable_cores
 from ..data.sources.images import ImageSource
@@ -236,6 +237,7 @@ def make_token_labels(
         report: called with a line about each shard.
         track: shows the progress.
     """
+    device = str(choose_device(settings.device))
     data = Classification().override(data_settings).data
     source = data.train_source(settings.seed)
     number, parts = settings.part.split("/")
@@ -247,7 +249,7 @@ def make_token_labels(
         shard=settings.shard,
         batch=settings.batch_size,
         workers=data.workers,
-        device=settings.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device,
         part=(int(number), int(parts)),
         log=report,
         track=track,

@@ -16,7 +16,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ..compat import foreach_copy_, run_exit_functions
-from ..errors import PaleError, SettingsError, UnavailableError
+from ..core.devices import choose_device
+from ..errors import PaleError, SettingsError
 
 T = TypeVar("T")
 TIMEOUT = 600.0  # seconds
@@ -134,9 +135,7 @@ def join(device: str | None = None, timeout: float = TIMEOUT) -> Iterator[World]
         raise SettingsError(
             f"the timeout of the processes must be above 0 seconds, got {timeout:g}"
         )
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UnavailableError("no CUDA device is available; remove --device, or use --device cpu")
+    kind = choose_device(device).type
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(torch.device(kind))
         return

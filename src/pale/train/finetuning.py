@@ -28,6 +28,8 @@ def plan_finetuning(
         changes: settings that the user gave, by dotted name; they are not changed, and not applied here.
     """
     root = changes.get("data.root")
+    if root is None and not {"data.images", "data.masks", "data.annotations"} & changes.keys():
+        recipes.get(NAME).override(changes)  # names a misspelt data.root
     layout = recognise(None if root is None else Path(str(root)), changes)
     name = NAME if layout.kind == DEFAULT_TASK else f"{NAME}.{layout.kind}"
     recipe = recipes.get(name)

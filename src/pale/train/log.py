@@ -159,8 +159,8 @@ class Display:
             self.live.stop()
 
     def print(self, text: str, wrap: bool = True) -> None:
-        """Print a line above the live display; a command is not wrapped, so that it can be pasted."""
-        self.console.print(Text(escape_message(text)), soft_wrap=not wrap)
+        """Print a line above the live display; lines in files are not wrapped, nor are commands, which are pasted."""
+        self.console.print(Text(escape_message(text)), soft_wrap=not wrap or self.live is None)
 
     def step(self, **values: Any) -> None:
         """Show the values of a step."""

@@ -425,8 +425,10 @@ class Trainer:
             work = "decoded and augmented" if self.data.sizes is None else "kept and augmented"
             how += f"; images are {work} there"
         images = recipe.batch // world.size // recipe.accumulate
+        count = len(self.task.classes)
+        classes = f"{count} class{'es' * (count != 1)}"
         return (
-            f"{recipe.name}: {self.stream.samples} images, {len(self.task.classes)} classes, steps {state.step} to "
+            f"{recipe.name}: {self.stream.samples} images, {classes}, steps {state.step} to "
             f"{self.stream.steps}, batch {recipe.batch} = {world.size} x {recipe.accumulate} x {images} (processes x "
             f"accumulate x images), learning rate {recipe.peak_lr:.3g}{scaled}, {dtype} on {world.device.type}{how}"
         )

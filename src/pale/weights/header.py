@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -95,7 +95,9 @@ def classes_problem(about: Mapping[str, object]) -> str | None:
                 f"it has {len(names)} classes with names of up to {longest} characters, at most {MAX_CLASSES} and "
                 f"{MAX_NAME} are allowed"
             )
-    labels, classes = about.get("label_names"), about.get("classes")
-    if isinstance(labels, list) and len(set(labels)) != len(classes or ()):  # type: ignore[arg-type]
-        return "its label_names are not one different name for each class"
-    return None
+    classes, labels = (
+        cast("list[str] | None", about.get(key)) for key in ("classes", "label_names")
+    )
+    if labels is None or len(labels) == len(set(labels)) == len(classes or ()):
+        return None
+    return "its label_names are not one different name for each class"

@@ -96,6 +96,11 @@ def _find_file(path: Path) -> Path:
     if path.is_dir():
         found = [path / name for name in ("weights.safetensors", "model.safetensors")]
         found = [file for file in found if file.is_file()]
+        if not found and not (path / "recipe.yaml").is_file():
+            raise WeightsError(
+                f"{path} is neither a run nor an exported model: it holds no weights.safetensors; give a run folder, "
+                "a .safetensors file, or a name that pale weights lists"
+            )
         if not found:
             raise WeightsError(
                 f"{path} holds no weights.safetensors, which a run writes at each evaluation; "

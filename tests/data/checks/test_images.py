@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -98,9 +99,15 @@ def uneven(root):
         random_image(1000 + i).save(root / f"train/cat/more{i}.png")
 
 
+def single(root):
+    for split in ("train", "val"):
+        shutil.rmtree(root / split / "dog")
+
+
 @pytest.mark.parametrize(
     ("harm", "kind", "item", "serious"),
     [
+        (single, "only one class", "cat", True),
         (truncate, "unreadable", "train/cat/0.png: cannot be read", True),
         (looped, "unreadable", "train/cat/loop.png: cannot be read (Too many levels", True),
         (empty, "empty class", "train/fox", True),
@@ -208,8 +215,15 @@ def test_problems_are_printed_even_if_the_sheet_cannot_be_drawn(good, capsys):
 
 @pytest.mark.parametrize(
     ("where", "message"),
-    [("nowhere", "there is no folder"), ("train/cat", "has no train and no val folder")],
+    [("nowhere", "there is no folder"), ("train/cat", "holds no images in folders of classes")],
 )
 def test_a_wrong_folder_raises_with_the_expected_layout(good, where, message):
     with pytest.raises(ValueError, match=message):
         check_images(good / where, workers=1)
+
+
+def test_a_folder_above_the_classes_names_the_right_one(good):
+    shutil.rmtree(good / "val")
+    (good / "train").rename(good / "photos")
+    with pytest.raises(ValueError, match=r"one folder deeper: give .*photos$"):
+        check_images(good, workers=1)

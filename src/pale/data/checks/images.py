@@ -106,9 +106,11 @@ def find_splits(
             return found, sources
     if not (root / splits[0]).exists() and any(read_any(root)):
         return (".",), {}
+    deeper = next((path for path in root.glob("*/*/*") if is_image_file(path)), None)
+    hint = f"; there are images one folder deeper: give {deeper.parents[1]}" if deeper else ""
     raise ValueError(
-        f"{root} has no train and no val folder, and no shards of them; name the splits, which may be list files: "
-        "--splits A B"
+        f"{root} holds no images in folders of classes, {root}/<class>/<image>, and no train and no val folder or "
+        f"shards; name other splits, which may be list files: --splits A B{hint}"
     )
 
 
@@ -244,6 +246,9 @@ def _class_problems(counts: dict[str, dict[str, int]]) -> Iterator[Problem]:
     ]
     yield Problem("empty class", True, "add images or remove the folder", empty)
     train, *others = counts.values()
+    single = list(train) if len(train) == 1 else []
+    advice = "a classifier needs at least two; is this the folder above those of the classes?"
+    yield Problem("only one class", True, advice, single)
     validation = list(zip(list(counts)[1:], others, strict=True))
     unknown = [
         f"{split}/{label}" for split, labels in validation for label in labels if label not in train

@@ -20,7 +20,7 @@ def describe_folders(found: ImageReport) -> Iterator[str | Table]:
     if len(names) > MAX_LISTED:
         yield f"and {len(names) - MAX_LISTED} more classes; --json lists all"
     for split, labels in found.counts.items():
-        yield f"{_prefix(split)}{sum(labels.values())} images in {len(labels)} classes"
+        yield f"{_prefix(split)}{sum(labels.values())} images in {len(labels)} class{'es' * (len(labels) != 1)}"
 
 
 def _prefix(split: str) -> str:

@@ -25,7 +25,7 @@ from ..reading import (
 )
 from . import holding
 from .holding import HoldOutBy
-from .paths import folder_names, walk_files
+from .paths import folder_names, missing_folder, walk_files
 
 MAX_REPEATS = 20  # maximum number of repetitions of an image in an epoch with balanced sampling
 
@@ -109,7 +109,7 @@ def read_folder(root: Path, classes: Sequence[str] | None = None) -> ImageFiles:
     """
     layout = f"expected are {root}/<class>/<image>, one folder per class"
     if not root.is_dir():
-        raise ValueError(f"there is no folder {root}; {layout}")
+        raise ValueError(f"{missing_folder(root)}; {layout}")
     folders = [name for name in folder_names(root) if not name.startswith(".")]
     if not folders:
         raise ValueError(f"{root} contains no folders; {layout}")

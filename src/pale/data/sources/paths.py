@@ -26,6 +26,16 @@ def is_image_file(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> bool:
     return path.suffix.lower() in suffixes and not path.is_dir()
 
 
+def missing_folder(path: Path) -> str:
+    """Return why a path is not a folder: it is a file, or the first part of it that does not exist."""
+    for each in (*reversed(path.parents), path):
+        if each.is_file():
+            return f"{each} is a file, not a folder"
+        if not each.exists():
+            return f"there is no folder {each}"
+    return f"{path} is not a folder"
+
+
 def folder_names(root: Path) -> list[str]:
     """Return the sorted names of the folders in a folder; a link that leads to itself is none."""
     return sorted(name for name in os.listdir(root) if os.path.isdir(os.path.join(root, name)))

@@ -23,7 +23,7 @@ from ...data.sources.token_labels import TokenLabelStore
 from ...data.sources.words import name_classes
 from ...data.transforms.images import Augment, eval_transform, normalise, to_tensor, train_transform
 from ...data.transforms.mixing import Mix, Mixer, TokenMixer
-from ...errors import SettingsError
+from ...errors import DataError, SettingsError
 from ...model.pale_transformer import VARIANTS
 from ..base import Batch, Evaluated, Metric, Task, paper_note
 from ..pipeline import Pipeline
@@ -101,8 +101,22 @@ class ClassificationTask(Task):
         if classes is None:
             self.train_source = self.data.train_source(self.seed)
             classes = self.train_source.classes
+            self._require_two(classes)
         self.classes = list(classes)
         return self.data.val_source(self.seed, self.classes)
+
+    def _require_two(self, classes: Sequence[str]) -> None:
+        """Raise `DataError` for a single class; name the likely cause, a folder above those of the classes."""
+        if len(classes) > 1:
+            return
+        data, hint = self.data, ""
+        if data.kind == "folder" and data.root is not None:
+            folder = data.root / data.train / classes[0]
+            if folder.is_dir() and any(each.is_dir() for each in folder.iterdir()):
+                hint = f"; if the folders in {folder} are the classes, use --data.root {folder}"
+        raise DataError(
+            f"{data.root} holds images of one class, {classes[0]}, and a classifier needs at least two{hint}"
+        )
 
     def _begin_tokens(self, source: ImageSource) -> None:
         """Open the token label store, and check the settings of MixToken and token labels."""
