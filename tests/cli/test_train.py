@@ -173,6 +173,8 @@ def test_a_word_too_many_names_the_setting(capsys, word, hint):
         ["features", "classify_pets", "photos", "-o", "out.safetensors"],
         ["token-labels", "make", "--model", "classify_pets", "--data.root", ".", "--output", "out"],
         ["bench", "pale_nano"],
+        ["predict", "photos"],
+        ["serve"],
     ],
     ids=lambda words: words[0],
 )

@@ -125,8 +125,9 @@ def _from_name(name: str) -> ModelBundle:
     if base not in timm.list_models():
         near = timm.list_models(f"*{name[:8]}*")[:3]
         raise WeightsError(
-            f"there is no run, file or model {name!r}; give a run's folder, a .safetensors file, or "
-            f"one of {', '.join(VARIANTS)}" + (f"; did you mean {', '.join(near)}?" if near else "")
+            f"there is no run, file or model {name!r}; give a run's folder, a .safetensors file, a name that pale "
+            f"weights lists, or one of {', '.join(VARIANTS)}"
+            + (f"; did you mean {', '.join(near)}?" if near else "")
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(UNTRAINED_SEED)

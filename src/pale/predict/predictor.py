@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ..core.devices import choose_device
 from ..core.memory import exhausted_memory
 from ..data.reading import read_bytes
 from ..errors import SettingsError, WeightsError
@@ -113,12 +114,12 @@ class Predictor:
         for name, value in (("top", top), ("batch", batch)):
             if value is not None and value < 1:
                 raise SettingsError(f"{name} must be at least 1, got {value}")
+        self.device = choose_device(device)
         loaded = load(_packaged_weights(task or DEFAULT_TASK) if source is None else source, recipe)
         if task is not None and loaded.kind != task:
             raise SettingsError(
                 f"{loaded.source} is for {loaded.kind}, not {task}; leave out the task, or give other weights"
             )
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.options = options = Options(top, score, most, own_size, slide, multi)
         pipeline = loaded.pipeline.with_options(options, loaded.source).completed(loaded.model)
         model = loaded.model.to(self.device).eval()
