@@ -111,7 +111,6 @@ def make_entry(
 ) -> zoo.ZooEntry:
     """Return the entry of the index; these weights are those of `pretrained=True` without a tag."""
     about = load(path).about()
-    command = f"pale train {recipe.name} --data.root DATA --data.mix @sources.yaml"
     names = ", ".join(source["name"] for source in row["sources"])
     return zoo.ZooEntry(
         path.stem,
@@ -126,7 +125,7 @@ def make_entry(
         {name: round(value, 4) for name, value in row["packed"].items()},
         names,
         recipe.name,
-        command,
+        training_command(recipe),
         LICENSE,
         {
             "tag": TAG,
@@ -141,14 +140,19 @@ def make_entry(
     )
 
 
-def card(entry: zoo.ZooEntry, row: dict[str, Any], recipe: Classification) -> str:
-    """Return the model card, as the Hugging Face hub shows it."""
+def training_command(recipe: Classification) -> str:
+    """Return the command of the run, with the settings that differ from the recipe of the same name."""
     changed = different_settings([recipe, get(recipe.name)])
     settings = " ".join(
         f"--{name} {shlex.quote(values[0])}"
         for name, values in changed.items()
         if name not in ("data.mix", "data.workers")
     )
+    return f"pale train {recipe.name} --data.root DATA --data.mix @sources.yaml {settings}"
+
+
+def card(entry: zoo.ZooEntry, row: dict[str, Any], recipe: Classification) -> str:
+    """Return the model card, as the Hugging Face hub shows it."""
     mix = "\n".join(
         f"- {{name: {source['name']}, labels: {source['labels']}, weight: {source['weight']}}}"
         for source in row["sources"]
@@ -179,8 +183,8 @@ def card(entry: zoo.ZooEntry, row: dict[str, Any], recipe: Classification) -> st
     limits = (
         f"It saw {samples / 1e6:.1f} million samples of {sizes} px; usual ImageNet weights saw some 400 million of "
         "224 px. As a classifier it is weak, and the "
-        "probabilities of classes of different sources were never trained to be comparable; use it as a start. Faces, "
-        "text, medical and aerial images are not among its data."
+        "probabilities of classes of different sources were never trained to be comparable; use it as a start. "
+        "No set of faces, text, medical or aerial images is among its data; COCO and the scenes show people."
     )
     return f"""---
 license: {entry.license}
@@ -216,13 +220,13 @@ classes, in per cent:
 | --- | --- | --- | --- | --- | --- |
 {table}
 
-What it is worth on other data is in docs/weights.md.
+docs/weights.md of the repository has results on other data.
 
 ## How it was made
 
 {_paragraph(made, "- ")}
 - Again: prepare DATA with `benchmarks/pretraining_data.py`, then
-  `pale train {recipe.name} --data.root DATA --data.mix @sources.yaml {settings}`,
+  `{entry.command}`,
   then `python benchmarks/general_weights.py RUN DATA OUT --words DATA/words.txt`.
 - Trained on {trained["device"]}, {trained["threads"]} CPU threads, torch {trained["torch"]}, timm {trained["timm"]},
   commit {trained["commit"][:7]}; measured on {facts["device"]}, torch {facts["torch"]}.

@@ -41,10 +41,8 @@ def test_a_run_becomes_an_entry_with_figures_of_every_source(
     monkeypatch.setattr(script, "SOURCES", tuple(known))
     recipe = mixture_recipe(data, name="pretrain.pale_nano")
     train(recipe, tmp_path / "run", World(torch.device("cpu")), quiet=True)
-    words = tmp_path / "words.txt"
-    words.write_text("n01443537 goldfish\n")
     out = tmp_path / "out"
-    script.main([str(tmp_path / "run"), str(data), str(out), "--words", str(words)])
+    script.main([str(tmp_path / "run"), str(data), str(out)])
 
     assert [check for check in zoo.verify_files(out) if check.problem] == []
     (entry,) = zoo.list_entries(out)
@@ -64,7 +62,9 @@ def test_a_run_becomes_an_entry_with_figures_of_every_source(
             line.startswith(f"| {each.name} |") and figure in line and each.terms in line
             for line in card.splitlines()
         )
-    assert "--batch 6" in card
+    assert entry.command.startswith("pale train pretrain.pale_nano --data.root DATA --data.mix @")
+    assert "--batch 6" in entry.command
+    assert f"`{entry.command}`" in card
     assert str(tmp_path) not in card
 
 

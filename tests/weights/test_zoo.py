@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -435,6 +436,18 @@ def test_breeds_are_those_of_torchvision(photos):
         ours = read_pets(root, split)
         assert list(ours.classes) == theirs.classes
         assert list(ours.labels) == theirs._labels
+
+
+def test_the_package_states_the_licence_of_each_file():
+    project = Path(__file__).parents[2]
+    package = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    notice = (project / "LICENSE-WEIGHTS.md").read_text()
+    assert "LICENSE-WEIGHTS.md" in package["license-files"]
+    expression = package["license"].lower().split(" and ")
+    assert expression == sorted({entry.license for entry in zoo.list_entries()})
+    for entry in zoo.list_entries():
+        (row,) = [line for line in notice.splitlines() if f"`{entry.file}`" in line]
+        assert entry.license in row.lower()
 
 
 def test_the_included_weights_are_complete_and_small():

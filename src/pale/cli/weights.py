@@ -32,7 +32,7 @@ class Weights(Folder, name="weights"):
 
     def run(self) -> None:
         """List the weights."""
-        from ..tools.tables import describe_weights
+        from ..weights.zoo.listing import describe_weights
 
         folder = self.place()
         found = list_entries(folder)

@@ -1,4 +1,4 @@
-"""Recipes, included weights, model costs, stages and the state of the machine as lines and tables."""
+"""Recipes, model costs, stages and the state of the machine as lines and tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ..core.plain_json import Json
 from ..data.sources.token_labels import TokenLabelManifest
 from ..model.cost import Cost, Reproduced
 from ..recipes.schema import Recipe
-from ..weights.zoo import ZooEntry
 
 
 def describe_recipes(recipes: Mapping[str, Recipe]) -> Table:
@@ -20,37 +19,6 @@ def describe_recipes(recipes: Mapping[str, Recipe]) -> Table:
         length = f"{recipe.epochs} epochs" if recipe.steps is None else f"{recipe.steps} steps"
         table.add_row(name, recipe.about, length, str(recipe.batch))
     return table
-
-
-def describe_weights(entries: Sequence[ZooEntry], folder: Path) -> Iterator[str | Table]:
-    """Yield task, model, size and figure of each entry of the zoo in a folder."""
-    if not entries:
-        yield f"{folder} holds no weights yet: make them with benchmarks/demo_weights.py (docs/weights.md)"
-        return
-    table = Table("name", "task", "model", "classes")
-    for column in ("M params", "MB", "figure, %", "photos"):
-        table.add_column(column, justify="right")
-    table.add_column("licence")
-    for entry in entries:
-        table.add_row(
-            entry.name,
-            entry.task,
-            entry.timm_name or entry.model,
-            str(entry.classes),
-            f"{entry.params / 1e6:.2f}",
-            f"{entry.bytes / 1e6:.2f}",
-            entry.headline,
-            f"{entry.figures.get('images', 0):.0f}",
-            entry.license or "-",
-        )
-    yield table
-    total = sum(entry.bytes for entry in entries) / 1e6
-    yield (
-        f"{total:.2f} MB in {folder}; "
-        "pale weights show NAME prints a card: data, recipe, peers, limits, licence"
-    )
-    if tagged := [entry.timm_name for entry in entries if entry.timm_name]:
-        yield f"in Python, after import pale: timm.create_model('{tagged[0]}', pretrained=True)"
 
 
 def describe_token_labels(made: TokenLabelManifest, output: Path) -> Iterator[str]:

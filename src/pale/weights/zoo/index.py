@@ -20,6 +20,7 @@ TAG = re.compile(r"[a-z0-9_]{1,40}")
 UNTRAINED = "untrained"  # tag of the models without weights
 # Metrics that tables show, and their names there, as `Task.headline` has them; tasks are not imported here.
 HEADLINE = {"top1": "top-1", "miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask AP"}
+HEADLINE |= {"score": "mean of top-1 and mAP"}  # over the sources of a mixture
 
 
 @dataclass(frozen=True)
