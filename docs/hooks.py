@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 # Files outside docs/ and their pages on the site.
 OUTSIDE = {
     "SECURITY.md": "security.md",
+    "LICENSE-WEIGHTS.md": "license-weights.md",
     "src/pale/ops/pale_attention/README.md": "attention_kernels.md",
     "examples/other_runtimes.py": "examples/other_runtimes.py",
     "benchmarks/results/h200.md": "results/h200.md",
@@ -55,6 +56,7 @@ OUTSIDE = {
     "benchmarks/results/bulk_cpu.md": "results/bulk_cpu.md",
     "benchmarks/results/cpu.md": "results/cpu.md",
     "benchmarks/results/onnx_cpu.md": "results/onnx_cpu.md",
+    "benchmarks/results/transfer_cpu.md": "results/transfer_cpu.md",
     "benchmarks/results/serving_cpu.md": "results/serving_cpu.md",
     "benchmarks/results/interop.json": "results/interop.json",
     "deploy/Containerfile": "deploy/Containerfile",
