@@ -95,10 +95,11 @@ class TestImages:
             (np.full((5, 6), 1.5), "floats must be from 0 to 1"),
             (np.full((5, 6), np.nan), "floats must be from 0 to 1"),
             (np.zeros((5, 6), np.int32), "must be uint8"),
-            (torch.zeros(2, 3, 8, 8), "several images as a list"),
+            (torch.zeros(2, 3, 8, 8), "several images to Predictor.batch"),
             (b"no image", "cannot be read as an image"),
             ("gone.jpg", "there is no such file"),
             (7, "an image must be a path"),
+            (["a.jpg"], "got list; give several images to Predictor.batch"),
         ],
     )
     def test_an_unusable_image_is_an_error(self, what, words):

@@ -65,13 +65,14 @@ def as_image(what: ImageLike, name: str = "image") -> Image.Image:
         if what.dim() != 3 or what.shape[0] not in (1, 3, 4):
             raise UnreadableImageError(
                 f"{name}: a tensor must be (1, h, w), (3, h, w) or (4, h, w), got {tuple(what.shape)}; "
-                "give several images as a list"
+                "give several images to Predictor.batch, as a list"
             )
         return _from_array(what.detach().cpu().permute(1, 2, 0).numpy(), name)
     if isinstance(what, np.ndarray):
         return _from_array(what, name)
     raise UnreadableImageError(
         f"{name}: an image must be a path, bytes, an image of Pillow, an array or a tensor, got {type(what).__name__}"
+        + ("; give several images to Predictor.batch" if isinstance(what, list | tuple) else "")
     )
 
 
@@ -87,7 +88,7 @@ def _from_array(array: NDArray[Any], name: str) -> Image.Image:
         if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
             raise UnreadableImageError(
                 f"{name}: floats must be from 0 to 1, got {array.min():g} to {array.max():g}; "
-                "give uint8, or divide by the largest value"
+                "give uint8, or the values before normalisation, divided by the largest possible one"
             )
         array = (array * 255).round().astype(np.uint8)
     if array.dtype != np.uint8:
