@@ -19,7 +19,7 @@ from ..tasks.pipeline import Pipeline
 from .writers import ExportError, Run, Say, as_tuple
 
 Size = tuple[int, int, int]  # batch, height, width
-ROUNDS, SECONDS = 10, 2.0  # limits of the timing at each size; the first one reached ends it
+ROUNDS, SECONDS = 5, 1.0  # limits of the timing at each size; the first one reached ends it
 
 
 @dataclass(frozen=True)

@@ -123,11 +123,19 @@ def _aoti(job: Job, path: Path, report: Say) -> Run:
 
 
 def _onnx(job: Job, path: Path, report: Say) -> Run:
-    report("tracing")
-    program = _program(job)
-    report("converting to ONNX")
     import onnx
 
+    # Needs onnxscript, as this format does.
+    from .onnx_attention import translations
+    from .onnx_blocks import rewrite
+
+    report("tracing")
+    if (model := rewrite(job.model)) is None:
+        program = _program(job)
+    else:
+        # Without the sizes of groups, which are not traced, no operation depends on a size being large.
+        program = _program(replace(job, model=model), ranges=job.fixed, sizes_are=symbolic_sizes)
+    report("converting to ONNX")
     try:
         with redirect_stdout(
             sys.stderr
@@ -140,8 +148,12 @@ def _onnx(job: Job, path: Path, report: Say) -> Run:
                 dynamo=True,
                 opset_version=job.opset,
                 verbose=False,
+                custom_translation_table=translations(),
+                optimize=model is None,
             )
-        assert made is not None
+            assert made is not None
+            if model is not None:
+                _simplify(made.model)
         made.model.metadata_props[NOTE] = json.dumps(job.about)
         proto = made.model_proto
         _name_sizes(proto.graph)
@@ -152,6 +164,28 @@ def _onnx(job: Job, path: Path, report: Say) -> Run:
             "operator of PyTorch"
         ) from error
     return run_onnx(path)
+
+
+def _simplify(model: Any) -> None:
+    """Fold constants and remove duplicates.
+
+    onnxscript's rewrite rules are left out: they take longer than the rest of the conversion, and onnxruntime, which
+    has such rules itself, ends with the same nodes.
+    """
+    from onnx_ir.passes import common
+    from onnxscript import optimizer
+
+    optimizer.inline(model)
+    optimizer.fold_constants(model)
+    optimizer.remove_unused_nodes(model)
+    for each in (
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.DeduplicateInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.OutputFixPass(),
+        common.NameFixPass(),
+    ):
+        each(model)
 
 
 def _name_sizes(graph: Any) -> None:

@@ -190,6 +190,9 @@ class PaleBlock(nn.Module):
         return x
 
 
+plain_kind(PaleBlock)
+
+
 class PaleStage(nn.Module):
     """Patch merging, then the blocks."""
 

@@ -1,0 +1,134 @@
+"""The blocks of a Pale Transformer in the form in which ONNX runtimes compute them fastest.
+
+`rewrite` returns a copy of a model in which each block computes the same function, up to rounding, with fewer and
+larger operations:
+
+- tokens are the rows of a matrix, (b * h * w, c), so that a linear layer is one Gemm with its bias;
+- attention is one operator (`onnx_attention`), which also spares the tracer hundreds of nodes for the sizes of groups;
+- `x + CPE(x)` is one convolution: the residual connection is added to the middle of its kernels;
+- the scale d^-0.5 is part of phi_Q;
+- phi_K has no bias: it adds the same number to all scores of a query. That of phi_V is part of the projection, because
+  the attention weights of a query sum to 1.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from ..model.fused import is_plain_norm
+from ..model.layers import Mlp, SeparableConv, is_exact_gelu
+from ..model.pale_transformer import PaleBlock, PSAttention
+from ..ops.shortcuts import is_plain, is_plain_depthwise, is_watched
+from .onnx_attention import attention, token_map, tokens
+
+
+class OnnxBlock(nn.Module):
+    """A block with the weights of `block`, which must pass `can_rewrite`; for `torch.export` only."""
+
+    def __init__(self, block: PaleBlock) -> None:
+        super().__init__()
+        attn: Any = block.attn
+        self.heads, self.region = attn.heads, attn.region
+        self.cpe = None if block.cpe is None else _with_identity(block.cpe)
+        self.norm1, self.norm2 = block.norm1, block.norm2
+        self.fc1, self.act, self.fc2 = block.mlp.fc1, block.mlp.act, block.mlp.fc2
+        phis = attn.phi_q, attn.phi_k, attn.phi_v
+        self.depthwise = nn.ModuleList(phi.depthwise for phi in phis)
+        phi_q, phi_k, phi_v = (phi.pointwise for phi in phis)
+        d = phi_q.out_features // self.heads
+        self.phi_q = _linear(phi_q.weight * d**-0.5, phi_q.bias * d**-0.5)
+        self.phi_k, self.phi_v = _linear(phi_k.weight, None), _linear(phi_v.weight, None)
+        self.proj = _linear(attn.proj.weight, attn.proj.bias + attn.proj.weight @ phi_v.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, h, w, c) -> (b, h, w, c)."""
+        like = x
+        if self.cpe is not None:
+            x = _channels_last(self.cpe(_channels_first(x)))
+        x = tokens(x)
+        y = _channels_first(token_map(self.norm1(x), like))
+        q, k, v = (tokens(_channels_last(conv(y))) for conv in self.depthwise)
+        q, k, v = self.phi_q(q), self.phi_k(k), self.phi_v(v)
+        x = x + self.proj(attention(q, k, v, like, self.heads, self.region))
+        x = x + self.fc2(self.act(self.fc1(self.norm2(x))))
+        return token_map(x, like)
+
+
+def rewrite(model: nn.Module) -> nn.Module | None:
+    """Return a copy of `model` with other blocks, or None if it has no block or one that cannot be rewritten."""
+    blocks = [module for module in model.modules() if isinstance(module, PaleBlock)]
+    if not blocks or not all(map(can_rewrite, blocks)):
+        return None
+    model = copy.deepcopy(model)
+    for parent, name, block in list(_blocks(model)):
+        setattr(parent, name, OnnxBlock(block))
+    return model
+
+
+def can_rewrite(block: PaleBlock) -> bool:
+    """Return whether calling `block` in evaluation mode does what `OnnxBlock` assumes, and nothing else."""
+    attn, mlp = block.attn, block.mlp
+    return (
+        is_plain(block, PaleBlock)
+        and not block.training
+        and not is_watched()
+        and is_plain(attn, PSAttention)
+        and is_plain(mlp, Mlp)
+        and is_exact_gelu(mlp.act)
+        and (block.cpe is None or is_plain_depthwise(block.cpe))
+        and is_plain_norm(block.norm1)
+        and is_plain_norm(block.norm2)
+        and all(_is_plain_phi(phi) for phi in (attn.phi_q, attn.phi_k, attn.phi_v))
+        and all(_is_plain_linear(layer) for layer in (attn.proj, mlp.fc1, mlp.fc2))
+        and all(type(x) in (nn.Identity, DropPath) for x in (block.drop_path1, block.drop_path2))
+        and all(p.dtype == torch.float32 for p in block.parameters())
+    )
+
+
+def _is_plain_phi(phi: nn.Module) -> bool:
+    return (
+        is_plain(phi, SeparableConv)
+        and is_plain_depthwise(phi.depthwise)
+        and _is_plain_linear(phi.pointwise)
+    )
+
+
+def _is_plain_linear(layer: nn.Module) -> bool:
+    return is_plain(layer, nn.Linear) and layer.bias is not None
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, PaleBlock]]:
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, PaleBlock):
+                yield parent, name, child
+
+
+def _with_identity(conv: nn.Conv2d) -> nn.Conv2d:
+    conv = copy.deepcopy(conv)
+    with torch.no_grad():
+        conv.weight[:, 0, 1, 1] += 1
+    return conv
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    c_out, c_in = weight.shape
+    layer = nn.Linear(c_in, c_out, bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
+
+
+def _channels_first(x: Tensor) -> Tensor:
+    return x.permute(0, 3, 1, 2)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1)
