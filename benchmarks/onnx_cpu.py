@@ -9,7 +9,9 @@ must be idle: the quartiles show whether it was.
 
 import argparse
 import platform
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,8 +23,10 @@ import torch
 import pale
 from pale.bench.models import create_model
 from pale.bench.timing import quartiles
+from pale.train.environment import commit
 
 MODELS = ("pale_tiny", "swin_tiny_patch4_window7_224")
+WAYS = ("eager", "compiled", "onnx", "every size", "int8")
 
 
 def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
@@ -34,12 +38,16 @@ def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def ways(name: str, size: int, threads: int, folder: Path, int8: bool):
+def ways(name: str, size: int, threads: int, folder: Path, chosen: list[str]):
     """Return callables by name, each images -> logits."""
     model = create_model(name, (size, size)).eval().requires_grad_(False)
-    found = {"eager": model, "compiled": torch.compile(model, dynamic=False)}
-    made = [(kind, True) for kind in (["onnx", "int8"] if int8 else ["onnx"])]
-    made += [("onnx", False)] * name.startswith("pale_")
+    found = {}
+    if "eager" in chosen:
+        found["eager"] = model
+    if "compiled" in chosen:
+        found["compiled"] = torch.compile(model, dynamic=False)
+    made = [(kind, True) for kind in ("onnx", "int8") if kind in chosen]
+    made += [("onnx", False)] * (name.startswith("pale_") and "every size" in chosen)
     for kind, fixed in made:
         way = kind if fixed else f"{kind}, every size"
         path = folder / f"{name}.{way}.onnx"
@@ -57,7 +65,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--int8", action="store_true", help="also quantised")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:-1])
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -66,7 +74,7 @@ def main() -> None:
         calls = {
             (name, way): call
             for name in args.models
-            for way, call in ways(name, args.size, args.threads, Path(folder), args.int8).items()
+            for way, call in ways(name, args.size, args.threads, Path(folder), args.ways).items()
         }
         for batch in args.batch:
             x = torch.randn(batch, 3, args.size, args.size)
@@ -84,18 +92,23 @@ def main() -> None:
         f"# onnxruntime {onnxruntime.__version__} on a CPU",
         "",
         f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {args.threads} threads, "
-        f"{args.size}x{args.size}, fp32, torch {torch.__version__}, timm {timm.__version__}; "
-        f"medians of {args.rounds} rounds in turn. `python benchmarks/onnx_cpu.py`",
+        f"{args.size}x{args.size}, fp32, torch {torch.__version__}, timm {timm.__version__}, commit {commit()}; "
+        f"medians of {args.rounds} rounds in turn. `python benchmarks/onnx_cpu.py {shlex.join(sys.argv[1:])}`",
         "",
-        "| batch | model | way | ms (quartiles) | images/s | against the same way of the first model |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "`onnx` is a file for this one size (`pale export --fixed`), `onnx, every size` computes its groups from the "
+        "size at every call.",
+        "",
+        f"| batch | model | way | ms (quartiles) | least ms | images/s | speed of {args.models[0]} (least ms) |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for (batch, name, way), measured in rows.items():
         ms, (low, high) = statistics.median(measured), quartiles(measured)
-        first = statistics.median(rows[batch, args.models[0], way])
+        speed = ""
+        if name != args.models[0] and (first := rows.get((batch, args.models[0], way))):
+            speed = f"{ms / statistics.median(first):.2f} ({min(measured) / min(first):.2f})"
         lines.append(
-            f"| {batch} | {name} | {way} | {ms:.1f} ({low:.1f} to {high:.1f}) | {1e3 * batch / ms:.1f} "
-            f"| {first / ms:.2f} |"
+            f"| {batch} | {name} | {way} | {ms:.1f} ({low:.1f} to {high:.1f}) | {min(measured):.1f} "
+            f"| {1e3 * batch / ms:.1f} | {speed} |"
         )
     text = "\n".join(lines) + "\n"
     print(text)
