@@ -193,3 +193,52 @@ def test_the_page_of_the_model_is_what_the_program_writes(tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "argv", ["cluster_model", "-o", str(tmp_path / "out.md")])
     model.main()
     assert (tmp_path / "out.md").read_text() == (FOLDER / "results/cluster_model.md").read_text()
+
+
+def test_rounds_of_the_cpu_comparison_count_only_without_other_load(monkeypatch) -> None:
+    cpu = load_script("cpu")
+    steps = {name: lambda: None for name in cpu.MODELS}
+    settings = cpu.BenchSettings((32, 32), "cpu", "fp32", 5, 0.2)
+    monkeypatch.setattr(cpu, "BLOCK_SECONDS", 0.02)
+    monkeypatch.setattr(cpu, "busy_seconds", cpu.time.process_time)  # no other process
+    times, discarded = cpu.time_undisturbed(steps, settings)
+    assert discarded == 0
+    assert {len(measured) >= 5 for measured in times.values()} == {True}
+    monkeypatch.setattr(cpu, "busy_seconds", lambda: cpu.time.process_time() + cpu.time.monotonic())
+    times, discarded = cpu.time_undisturbed(steps, settings)
+    assert discarded > 0
+    assert not any(times.values())
+
+
+def test_the_page_of_the_cpu_comparison_has_the_medians_of_its_runs() -> None:
+    cpu = load_script("cpu")
+    about = {
+        "processor": "P (family 1, model 2)",
+        "threads": 2,
+        "commit": "0123456789",
+        "setting": {"size": [32, 32]},
+        "packages": {"torch": "2", "timm": "1"},
+    }
+    runs = []
+    for ours, peer in [(10.0, 12.0), (20.0, 30.0), (10.0, 11.0)]:
+        pairs = zip(cpu.MODELS, (ours, peer), strict=True)
+        common = {
+            "mode": "eager",
+            "batch": 8,
+            "quartiles": (9.0, 40.0),
+            "rounds": 7,
+            "discarded": 3,
+        }
+        rows = [common | {"model": name, "ms": ms, "ratio": ms / ours} for name, ms in pairs]
+        other = {"linear": {"pytorch": 1e11, "onednn": 2e11}, "attention": 5e10, "isa": "all"}
+        operators = {"8": {"aten::mm": 30.0, "all": 40.0}}
+        runs.append(other | {"time": "today", "about": about, "operators": operators, "rows": rows})
+    page = cpu.page(runs)
+    assert f"| eager | 8 | {cpu.MODELS[0]} | 800.0 | 1 |" in page
+    assert f"| eager | 8 | {cpu.MODELS[1]} | 666.7 | 1.20 (runs: 1.20, 1.50, 1.10) |" in page
+    assert f"| {cpu.MODELS[1]} | 30.0 (9.0 to 40.0) | 7 | 3 |" in page
+    assert "100 by `F.linear`, 200 by oneDNN; 50 in" in page
+    assert "`mm` 30.0 (75%)" in page
+    limited = [runs[0], runs[1] | {"isa": "AVX2"}]
+    assert cpu.page(limited).count("\n## ") == 2
+    assert "oneDNN limited to AVX2" in cpu.page(limited)

@@ -1,0 +1,259 @@
+"""Inference of pale_tiny on a CPU beside timm's Swin-T, eager and compiled.
+
+    python benchmarks/cpu.py                            # adds a run to benchmarks/results/cpu.json, rewrites cpu.md
+    ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/cpu.py    # the same on a CPU without AVX-512
+
+Both models take turns in one process. Speed on a shared host changes within minutes, so the script is run several times
+and the page has the median of the runs and each run. Rounds during which other processes use the machine are discarded;
+a row with fewer than six others is left out. A run also measures the speed of the two libraries that compute linear
+layers, and an eager pass by operator.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from pale.bench.models import BATCH, MODELS, create_model
+from pale.bench.settings import BenchSettings
+from pale.bench.timing import (
+    WARMUP_CALLS,
+    Step,
+    describe_run,
+    quartiles,
+    time_call,
+)
+from pale.ops.linear import native, onednn
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks/results/cpu.json"
+TOKENS, CHANNELS, HIDDEN = 1568, 256, 1024  # the MLP of stage 3 at batch 8
+OPERATORS = 8
+BLOCK_SECONDS = 0.5
+MAX_OTHERS = 0.1  # cores that other processes may use during a round that counts
+MIN_KEPT = 6  # rounds of a row
+
+
+def busy_seconds() -> float:
+    """Return the CPU time of all processes since the machine started."""
+    user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
+
+
+def time_undisturbed(
+    steps: Mapping[str, Step], settings: BenchSettings
+) -> tuple[dict[str, list[float]], int]:
+    """Return times in ms by name, and how many rounds were discarded because other processes used the machine.
+
+    The load is measured for about half a second at a time, because the system counts hundredths of a second.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    discarded, end = 0, time.monotonic() + settings.seconds
+    while len(times[MODELS[0]]) < settings.rounds and time.monotonic() < end:
+        block: dict[str, list[float]] = {name: [] for name in steps}
+        busy, own, began = busy_seconds(), time.process_time(), time.monotonic()
+        while time.monotonic() < began + BLOCK_SECONDS:
+            for name, step in steps.items():
+                block[name].append(time_call(step, "cpu"))
+        others = busy_seconds() - busy - (time.process_time() - own)
+        if others > MAX_OTHERS * (time.monotonic() - began):
+            discarded += len(block[MODELS[0]])
+            continue
+        for name, measured in block.items():
+            times[name] += measured
+    return times, discarded
+
+
+def describe_processor() -> str:
+    """Return name, family and model; the name alone does not identify a processor behind a hypervisor."""
+    pairs = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in pairs}
+    return f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"
+
+
+def linear_speeds() -> dict[str, float]:
+    """Return the speed of a linear layer in FLOP/s: PyTorch's own, and oneDNN with the same weights."""
+    x, weight, bias = torch.randn(TOKENS, CHANNELS), torch.randn(HIDDEN, CHANNELS), None
+    ways: dict[str, Callable[[], object]] = {
+        "pytorch": lambda: native(x, weight, bias),
+        "onednn": lambda: onednn(x, weight, bias),
+    }
+    with torch.inference_mode():
+        times = {name: [time_call(way, "cpu") for _ in range(30)] for name, way in ways.items()}
+    work = 2 * TOKENS * CHANNELS * HIDDEN
+    return {name: work / (1e-3 * min(ms)) for name, ms in times.items()}
+
+
+def attention_speed() -> float:
+    """Return the speed of PyTorch's attention in the groups of stage 3 at batch 8, in FLOP/s."""
+    q, k, v = torch.randn(3, 16, 4, 98, 32)
+    with torch.inference_mode():
+        call = [
+            time_call(lambda: F.scaled_dot_product_attention(q, k, v), "cpu") for _ in range(30)
+        ]
+    return 4 * 16 * 4 * 98**2 * 32 / (1e-3 * min(call))
+
+
+def operators(batch: int, size: tuple[int, ...]) -> dict[str, float]:
+    """Return the ms of the slowest operators in the fastest of some eager passes of pale_tiny."""
+    model, x = create_model(MODELS[0], size).eval(), torch.randn(batch, 3, *size)
+    passes = []
+    with torch.inference_mode():
+        model(x)
+        for _ in range(6):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                model(x)
+            events = [e for e in profiler.key_averages() if e.device_type == DeviceType.CPU]
+            passes.append({event.key: event.self_cpu_time_total / 1e3 for event in events})
+    found = min(passes, key=lambda times: sum(times.values()))
+    slowest = sorted(found, key=lambda name: -found[name])[:OPERATORS]
+    return {name: round(found[name], 2) for name in slowest} | {
+        "all": round(sum(found.values()), 2)
+    }
+
+
+def compare(mode: str, batch: int, settings: BenchSettings) -> list[dict[str, Any]]:
+    """Time both models in turns."""
+    torch.compiler.reset()
+    x = torch.randn(batch, 3, *settings.size)
+    steps: dict[str, Step] = {}
+    for name in MODELS:
+        model = create_model(name, settings.size).eval()
+        call = torch.compile(model, dynamic=False) if mode == "compiled" else model
+        steps[name] = torch.inference_mode()(partial(call, x))
+        for _ in range(WARMUP_CALLS):
+            steps[name]()
+    times, discarded = time_undisturbed(steps, settings)
+    kept = len(times[MODELS[0]])
+    print(f"{mode}, batch {batch}: {kept} rounds, {discarded} discarded", flush=True)
+    if kept < MIN_KEPT:
+        return []
+    ours, rows = statistics.median(times[MODELS[0]]), []
+    for name, measured in times.items():
+        ms = statistics.median(measured)
+        row = {"mode": mode, "batch": batch, "model": name, "ms": ms, "ratio": ms / ours}
+        rows.append(
+            row | {"quartiles": quartiles(measured), "rounds": kept, "discarded": discarded}
+        )
+        print(f"{name} {ms:.1f} ms, {ms / ours:.2f}", flush=True)
+    return rows
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return one run."""
+    settings = BenchSettings(tuple(args.size), "cpu", "fp32", args.rounds, args.seconds).resolved()
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+        "about": describe_run(settings) | {"processor": describe_processor()},
+        "isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "all"),
+        "rows": [row for m in args.mode for b in args.batch for row in compare(m, b, settings)],
+        "linear": linear_speeds(),
+        "attention": attention_speed(),
+        "operators": {batch: operators(batch, settings.size) for batch in args.batch},
+    }
+
+
+def page(runs: list[dict[str, Any]]) -> str:
+    """Return the page for all runs."""
+    lines = ["# Pale-T and Swin-T on a CPU", ""]
+    lines += [
+        "Inference in fp32, random data, both models in turn in one process, medians and quartiles."
+    ]
+    lines += ["Written by `python benchmarks/cpu.py`, one execution for each run of a table.", ""]
+    for key in dict.fromkeys(map(machine, runs)):
+        lines += section(key, [run for run in runs if machine(run) == key])
+    return "\n".join(lines)
+
+
+def machine(run: dict[str, Any]) -> str:
+    """Return hardware and versions of a run."""
+    about = run["about"]
+    packages = about["packages"]
+    isa = "" if run["isa"] == "all" else f", oneDNN limited to {run['isa']}"
+    return (
+        f"{about['processor']}, {about['threads']} threads{isa}, "
+        f"{'x'.join(map(str, about['setting']['size']))}, torch {packages['torch']}, timm {packages['timm']}"
+    )
+
+
+def section(title: str, runs: list[dict[str, Any]]) -> list[str]:
+    """Return the tables of the runs on one machine."""
+    lines = [f"## {title}", ""]
+    lines += ["| mode | batch | model | images/s | speed of pale_tiny relative to it |"]
+    lines += ["| --- | --- | --- | --- | --- |"]
+    kept = [(run, row) for run in runs for row in run["rows"]]
+    for key in dict.fromkeys((row["mode"], row["batch"], row["model"]) for _, row in kept):
+        found = [row for _, row in kept if (row["mode"], row["batch"], row["model"]) == key]
+        ms, ratio = (statistics.median(row[name] for row in found) for name in ("ms", "ratio"))
+        each = ", ".join(f"{row['ratio']:.2f}" for row in found)
+        cell = "1" if key[2] == MODELS[0] else f"{ratio:.2f} (runs: {each})"
+        lines.append(f"| {key[0]} | {key[1]} | {key[2]} | {1e3 * key[1] / ms:.1f} | {cell} |")
+    lines += [
+        "",
+        f"Each run. Rounds during which other processes used more than {MAX_OTHERS} cores are discarded:",
+        "",
+    ]
+    lines += ["| run | commit | mode | batch | model | ms (quartiles) | rounds | discarded |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for run, row in kept:
+        low, high = row["quartiles"]
+        lines.append(
+            f"| {run['time']} | {str(run['about']['commit'])[:8]} | {row['mode']} | {row['batch']} | {row['model']} "
+            f"| {row['ms']:.1f} ({low:.1f} to {high:.1f}) | {row['rounds']} | {row['discarded']} |"
+        )
+    last = runs[-1]
+    linear = {name: f"{speed / 1e9:.0f}" for name, speed in last["linear"].items()}
+    lines += [
+        "",
+        f"GFLOP/s of {TOKENS} tokens, {CHANNELS} to {HIDDEN} channels (last run, best of 30 calls): ",
+    ]
+    lines[-1] += f"{linear['pytorch']} by `F.linear`, {linear['onednn']} by oneDNN; "
+    lines[-1] += f"{last['attention'] / 1e9:.0f} in PyTorch's attention (stage 3, batch 8)."
+    for batch, found in last["operators"].items():
+        total = found["all"]
+        shares = ", ".join(
+            f"`{name.split('::')[-1]}` {ms:.1f} ({ms / total:.0%})"
+            for name, ms in found.items()
+            if name != "all"
+        )
+        lines += ["", f"Eager pale_tiny, batch {batch}, ms by operator of {total:.1f}: {shares}."]
+    return [*lines, ""]
+
+
+def main() -> None:
+    """Measure a run and write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--mode", nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, BATCH["cpu"]])
+    parser.add_argument("--size", type=int, nargs=2, default=(224, 224))
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=30, help="time limit of a row")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=RESULT, help="JSON; the page lies beside it"
+    )
+    args = parser.parse_args()
+    runs = json.loads(args.output.read_text()) if args.output.exists() else []
+    run = measure(args)
+    if not run["rows"]:
+        raise SystemExit(
+            "no row had enough undisturbed rounds; stop other processes, or give more --seconds"
+        )
+    runs = json.loads(json.dumps([*runs, run]))  # keys as in the file
+    args.output.write_text(json.dumps(runs, indent=1) + "\n")
+    args.output.with_suffix(".md").write_text(page(runs))
+
+
+if __name__ == "__main__":
+    main()
