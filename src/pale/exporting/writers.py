@@ -169,8 +169,8 @@ def _onnx(job: Job, path: Path, report: Say) -> Run:
 def _simplify(model: Any) -> None:
     """Fold constants and remove duplicates.
 
-    onnxscript's rewrite rules are left out: they take longer than the rest of the conversion, and onnxruntime, which
-    has such rules itself, ends with the same nodes.
+    onnxscript's rewrite rules are left out: they take almost half of the conversion, and onnxruntime has such rules
+    itself. It ends with as many nodes for a classifier as after them, and with 3 % more for a detector.
     """
     from onnx_ir.passes import common
     from onnxscript import optimizer
