@@ -12,7 +12,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +35,10 @@ def house() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", compat.NAMES)
+INSTALLED = [name for name, entry in compat.NAMES.items() if entry.installed()]
+
+
+@pytest.mark.parametrize("name", INSTALLED)
 def test_the_installed_versions_have_every_name(name: str) -> None:
     assert compat.NAMES[name].available(), compat.NAMES[name].paths
     assert getattr(compat, name) is not compat.NAMES[name].fallback
@@ -230,6 +233,53 @@ def check_top_anchors(fallback: Callable[..., Any], original: Callable[..., Any]
     assert torch.equal(fallback(Rpn(), scores, [7, 2]), original(Rpn(), scores, [7, 2]))
 
 
+def check_compile_without_gpu(fallback: Callable[..., Any], original: Callable[..., Any]) -> None:
+    from triton.runtime.driver import driver
+
+    with pytest.raises(compat.UnsupportedVersionError, match="on a machine with the GPU"):
+        fallback(90)
+    before = driver._active
+    try:
+        original(86)
+        target = driver.active.get_current_target()
+        device = driver.active.get_current_device()
+        driver.active.get_current_stream(device)
+    finally:
+        driver._active = before
+    assert (target.backend, target.arch, target.warp_size) == ("cuda", 86, 32)
+
+
+def check_kernel_in_cache(fallback: Callable[..., Any], original: Callable[..., Any]) -> None:
+    # That the original finds what was compiled is tested in tests/ops/test_compiling.py.
+    assert fallback("kernel", 1, num_warps=4) is False
+    assert original is not fallback
+
+
+def check_build_launcher(fallback: Callable[..., Any], original: Callable[..., Any]) -> None:
+    from triton.backends.nvidia import driver
+
+    compiled = SimpleNamespace(src="source", metadata="metadata")
+    assert fallback(compiled) is False
+    built = []
+
+    def launcher(source: str, metadata: str) -> None:
+        built.append((source, metadata))
+        if len(built) == 2:
+            raise AssertionError("libcuda.so cannot found!")
+
+    launcher.__module__ = driver.__name__
+    build = compat.NAMES["build_launcher"].adapt
+    assert build is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(driver, "make_launcher", raising=False)
+        assert build(launcher)(compiled) is True
+        assert built == []
+        patch.setattr(driver, "make_launcher", None, raising=False)
+        assert build(launcher)(compiled) is True
+        assert built == [("source", "metadata")]
+        assert build(launcher)(compiled) is False
+
+
 def check_exit_functions(fallback: Callable[..., Any], _: Any) -> None:
     # In its own process: it closes the handlers of the logging.
     code = (
@@ -274,11 +324,14 @@ CHECKS: dict[str, Callable[..., None]] = {
     "save_config_for_hf": check_config,
     "erase": check_erase,
     "top_anchors": check_top_anchors,
+    "compile_without_gpu": check_compile_without_gpu,
+    "kernel_in_cache": check_kernel_in_cache,
+    "build_launcher": check_build_launcher,
     "run_exit_functions": check_exit_functions,
 }
 
 
-@pytest.mark.parametrize("name", compat.NAMES)
+@pytest.mark.parametrize("name", INSTALLED)
 def test_the_fallback_works_where_the_name_is_missing(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

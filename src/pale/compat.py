@@ -11,15 +11,21 @@ lists the names that the installed versions lack.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
+import json
 import logging
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import get_ident
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -61,6 +67,11 @@ class Private:
             return False
         return True
 
+    def installed(self) -> bool:
+        """Return whether the packages are installed; Triton, for example, is not needed on a CPU."""
+        packages = {path.partition(":")[0].partition(".")[0] for path in self.paths}
+        return all(importlib.util.find_spec(package) is not None for package in packages)
+
     def resolve(self) -> Any:
         """Return a function based on the private names, or the fallback."""
         if not self.available():
@@ -96,7 +107,9 @@ def private(
 
 def missing() -> dict[str, Private]:
     """Return the names of this module that use their fallbacks with the installed versions."""
-    return {name: entry for name, entry in NAMES.items() if not entry.available()}
+    return {
+        name: entry for name, entry in NAMES.items() if entry.installed() and not entry.available()
+    }
 
 
 def _raise(path: str, way_out: str) -> Any:
@@ -478,6 +491,92 @@ def top_anchors(rpn: Any, objectness: Tensor, num_anchors_per_level: list[int]) 
         found.append(indices + start)
         start += level.shape[1]
     return torch.cat(found, dim=1)
+
+
+@private(
+    "triton.runtime.driver:driver.set_active",
+    "triton.backends.compiler:GPUTarget",
+    reason="Triton compiles for the GPU that its driver finds; no public function chooses another.",
+    adapt=lambda activate, target: (
+        lambda capability: activate(
+            SimpleNamespace(
+                get_current_target=lambda: target("cuda", capability, 32),
+                get_current_device=lambda: 0,
+                get_current_stream=lambda device: 0,
+            )
+        )
+    ),
+)
+def compile_without_gpu(capability: int) -> None:
+    """Raise: kernels are compiled at their first launch, on a machine with the GPU."""
+    _raise("triton.runtime.driver.driver.set_active", "run the model on a machine with the GPU")
+
+
+@private(
+    "triton.compiler.compiler:make_backend",
+    "triton.compiler.compiler:ASTSource",
+    "triton:knobs.runtime",
+    "triton.runtime.driver:driver",
+    "triton.runtime.cache:get_cache_key",
+    "triton.runtime.cache:get_cache_manager",
+    "triton._C.libtriton:get_cache_invalidating_env_vars",
+    reason="Nothing public shows whether Triton's cache has a kernel; compiling it would take as long as a launch.",
+    adapt=lambda *found: partial(_kernel_in_cache, found),
+)
+def kernel_in_cache(kernel: Any, *args: Any, **keywords: Any) -> bool:
+    """Assume not: a compilation finds out."""
+    return False
+
+
+def _kernel_in_cache(found: Sequence[Any], kernel: Any, *args: Any, **keywords: Any) -> bool:
+    """Let Triton prepare a compilation, which a hook stops, and look for the files of the result."""
+    make_backend, source_class, knobs, driver, cache_key, cache_manager, environment = found
+    # Triton does not call the hook for a kernel that this process has already compiled.
+    present, thread, before = True, get_ident(), knobs.jit_cache_hook
+
+    def look(*, compile: Any, **rest: Any) -> Any:
+        nonlocal present
+        if get_ident() != thread:  # a launch, which must not be stopped
+            return before and before(compile=compile, **rest)
+        backend = make_backend(driver.active.get_current_target())
+        values = json.loads(compile["specialization_data"])["options"].items()
+        options = backend.parse_options(
+            {name: tuple(x) if isinstance(x, list) else x for name, x in values}
+        )
+        (attributes,) = compile["configs"]
+        source = source_class(kernel, compile["signature"], compile["constants"], attributes)
+        key = cache_key(source, backend, options, environment())
+        manager = cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        name = f"{source.name[:150]}.json"
+        present = name in (manager.get_group(name) or {})
+        return True
+
+    knobs.jit_cache_hook = look
+    try:
+        kernel.warmup(*args, grid=(1,), **keywords)
+    finally:
+        knobs.jit_cache_hook = before
+    return present
+
+
+@private(
+    "triton.backends.nvidia.driver:CudaLauncher",
+    reason="Triton 3.6 runs a C compiler for the code that launches a kernel; nothing public does it before a launch.",
+    adapt=lambda launcher: partial(_build_launcher, launcher),
+)
+def build_launcher(compiled: Any) -> bool:
+    """Build nothing: it is built at the first launch. Return whether it exists."""
+    return False
+
+
+def _build_launcher(launcher: Callable[..., Any], compiled: Any) -> bool:
+    """Build it if this Triton has one for each kernel; that needs the library of the GPU driver, but no GPU."""
+    if hasattr(importlib.import_module(launcher.__module__), "make_launcher"):
+        try:
+            launcher(compiled.src, compiled.metadata)
+        except AssertionError:  # there is no libcuda.so.1
+            return False
+    return True
 
 
 @private(

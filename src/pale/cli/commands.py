@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[type[Command], ...]] = {
     "use": (
         predict.Predict,
         serve.Serve,
+        serve.WarmUp,
         view.Pales,
         view.Attention,
         export.Export,

@@ -25,25 +25,13 @@ class Features(Reporting, name="features"):
 
     def run(self) -> None:
         """Compute and write the embeddings."""
-        from ..data.sources.images import read_folder
-        from ..tools.features import extract, load_backbone
+        from ..tools.features import extract_folder
 
-        model, pipeline = load_backbone(self.weights, self.recipe)
-        found = extract(
-            model,
-            read_folder(self.root),
-            pipeline.size,
-            pipeline.crop,
-            workers=self.workers,
-            device=self.device,
-            track=select_progress(self.json),
-        )
-        found.save(self.output)
+        where = self.weights, self.recipe, self.root, self.output
+        found = extract_folder(*where, self.workers, self.device, select_progress(self.json))
         count, width = found.vectors.shape
-        self.report(
-            {"pictures": count, "features": width},
-            f"{self.output}: {count} images, {width} features each",
-        )
+        words = f"{self.output}: {count} images, {width} features each"
+        self.report({"pictures": count, "features": width}, words)
 
 
 class Probe(Reporting, name="probe"):

@@ -1,12 +1,14 @@
-"""`pale serve`: models behind HTTP, with a web page."""
+"""`pale serve`: models behind HTTP, with a web page. `pale warm-up`: their kernels, compiled beforehand."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+from ..core.progress import select_progress
 from ..errors import UnavailableError
 from ..serve.settings import ServeSettings
+from ..tools.kernel_settings import KernelSettings
 from .console import print_error, print_json, print_line
 from .options import Reporting, Threaded
 
@@ -42,3 +44,20 @@ class Serve(Reporting, Threaded, ServeSettings, name="serve"):
                 print_line(f"{task}: {each['model']}, {each['classes']} classes")
             print_line(f"serving on {device}; open {address} (Ctrl-C stops)")
         sys.stdout.flush()
+
+
+class WarmUp(Reporting, KernelSettings, name="warm-up"):
+    """Compile the GPU kernels of models, also on a machine without a GPU.
+
+    Where the models run, TRITON_CACHE_DIR must be DIR, at the same path, with the same versions of Triton and pale.
+
+    Example:
+        pale warm-up runs/mine pale_tiny --cache DIR --target sm_90 --dtype bf16 fp32 --training
+    """
+
+    def run(self) -> None:
+        """Compile and print."""
+        from ..predict.kernels import compile_models
+
+        done = compile_models(self, print_error, select_progress(self.json))
+        self.report(done.plain(), done.words())

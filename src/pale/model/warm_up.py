@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..ops import compiling
 from ..ops.block import grids
+from ..ops.launching import Launch, recording
 from .fused import dtype_of
 from .optimize import FusedBlock, FusedStem
 from .pale_transformer import PaleBlock, PatchMerging
@@ -18,12 +21,15 @@ from .pale_transformer import PaleBlock, PatchMerging
 WIDTHS = (16, 32, 64, 128, 150, 160, 276, 300, 320)
 
 
-def warm_up(model: nn.Module) -> None:
+def warm_up(model: nn.Module, jobs: int | None = None) -> None:
     """Compile all kernels that a model can need, for images of every size.
 
     Without it each kernel is compiled (and cached on disk) when it is first needed: most at the first call, some at the
     first image whose maps are much smaller or larger than before. Useful for a server, or for training at many sizes.
     Does nothing if no kernels run, as on a CPU.
+
+    Kernels that are not in Triton's cache are compiled in several threads. If that fails, they are compiled one after
+    the other, with a warning.
 
     Call it under the conditions in which the model will run: on its device, in training or evaluation mode, under the
     same autocast, and under `no_grad` or `inference_mode` for inference. Weights, gradients and the state of random
@@ -31,11 +37,51 @@ def warm_up(model: nn.Module) -> None:
 
     Args:
         model: a `PaleTransformer`, the result of `pale.optimize`, or any module that contains one.
+        jobs: maximum number of threads that compile (default: the number of cores, at most 16).
     """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}; leave it out for as many as cores")
     parameter = next(model.parameters())
     like = parameter.new_empty(0)
     if grids.unsupported(like.to(dtype_of(like)), 16) is not None:
         return
+    compile_ahead(model, jobs)
+    _run_all(model, like)
+
+
+def record(model: nn.Module) -> list[Launch]:
+    """Return the launches of a warm-up, without running kernels; the conditions are those of `warm_up`."""
+    like = next(model.parameters()).new_empty(0)
+    with recording() as launches:
+        _run_all(model, like)
+    return list(launches)
+
+
+def compile_ahead(model: nn.Module, jobs: int | None = None) -> None:
+    """Compile the kernels of `warm_up` that are not in Triton's cache, in several threads, and run none.
+
+    What fails here is left to the first launch, with a warning. Does nothing with one thread, which would gain nothing.
+    """
+    like = next(model.parameters()).new_empty(0)
+    if grids.unsupported(like.to(dtype_of(like)), 16) is not None:
+        return
+    if not compiling.can_compile(like.device) or compiling.thread_count(2, jobs) == 1:
+        return
+    from triton.errors import TritonError
+
+    try:
+        with torch.cuda.device(like.device):
+            compiling.compile_kernels(record(model), like.device, jobs)
+    except (TritonError, RuntimeError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        warnings.warn(
+            f"kernels could not be compiled in several threads ({type(error).__name__}: {reason}); they are compiled "
+            "one after the other, which takes longer",
+            stacklevel=3,
+        )
+
+
+def _run_all(model: nn.Module, like: Tensor) -> None:
     known = set()
     devices = [like.device] if like.is_cuda else []
     with torch.random.fork_rng(devices=devices):

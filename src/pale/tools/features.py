@@ -21,7 +21,7 @@ from ..core.devices import choose_device
 from ..core.plain_json import parse_json
 from ..core.progress import Track, no_progress
 from ..data.loader import ImageDataset, collate, iterate_batches
-from ..data.sources.images import ImageSource
+from ..data.sources.images import ImageSource, read_folder
 from ..data.transforms.images import eval_transform, normalise
 from ..errors import DataError, WeightsError
 from ..recipes.stored import stored_recipe, without_start
@@ -105,6 +105,23 @@ def load_backbone(path: Path, recipe: str | None = None) -> tuple[nn.Module, Squ
 
 
 @torch.no_grad()
+def extract_folder(
+    weights: Path,
+    recipe: str | None,
+    root: Path,
+    output: Path,
+    workers: int,
+    device: str,
+    track: Track,
+) -> Features:
+    """Write the embeddings of a folder of images to `output`, and return them."""
+    model, pipeline = load_backbone(weights, recipe)
+    images, size, crop = read_folder(root), pipeline.size, pipeline.crop
+    found = extract(model, images, size, crop, workers=workers, device=device, track=track)
+    found.save(output)
+    return found
+
+
 def extract(
     model: nn.Module,
     source: ImageSource,
