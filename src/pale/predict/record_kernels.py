@@ -20,7 +20,7 @@ from ..model.warm_up import record
 from ..ops.launching import Launch, Target, compile_for
 from .bundle import load
 
-# CPUs compute float16 slowly. The operators treat the 16-bit dtypes alike, so bfloat16 is recorded for it and renamed.
+# CPUs compute float16 slowly. Operators treat both 16-bit dtypes in the same way: bfloat16 is recorded and renamed.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp32": torch.float32}
 
 
