@@ -240,7 +240,8 @@ def collect(logs: Path, patterns: Sequence[str], runs: Sequence[str], piece: int
     with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
         for path in dict.fromkeys(found):
             tar.add(path, arcname=str(path).lstrip("/"))
-    pieces = []
+    pieces: list[Path] = []
+    piece = min(piece, archive.stat().st_size)  # `read` allocates as much as it is asked for
     with archive.open("rb") as file:
         while content := file.read(piece):
             pieces.append(archive.with_name(f"{archive.name}.{len(pieces):02d}"))

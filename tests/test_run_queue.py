@@ -166,6 +166,7 @@ def test_files_are_collected_in_pieces_that_can_be_joined(run: Run, tmp_path: Pa
 @pytest.mark.slow
 def test_weights_of_runs_are_packed(run: Run, tmp_path: Path) -> None:
     train = f"pale train quickstart --output {tmp_path}/runs/first --steps 2 --warmup_steps 0"
+    train += " --batch 8 --data.samples 64 --data.val_samples 32 --data.workers 0"
     rows = run(train, pack=[f"{tmp_path}/runs/*"])
     assert rows[0]["state"] == "ended", rows
     (piece,) = (tmp_path / "logs").glob("collected.tgz.*")
