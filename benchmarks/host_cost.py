@@ -67,9 +67,9 @@ def count(model: nn.Module, x: Tensor) -> dict[str, dict[str, int]]:
     nodes = {n.removeprefix(NODE): i for n, i in names.items() if n.startswith(NODE)}
     kinds = ("aten::", "pale::")
     return {
-        "launches": dict(launches.most_common()),
-        "operations": {n: i for n, i in names.most_common() if n.startswith(kinds)},
-        "nodes": dict(Counter(nodes).most_common()),
+        "launches": dict(launches),
+        "operations": {n: i for n, i in names.items() if n.startswith(kinds)},
+        "nodes": nodes,
     }
 
 

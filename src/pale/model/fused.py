@@ -43,7 +43,7 @@ def can_fuse(block: PaleBlock, x: Tensor) -> bool:
 
     One pass over the modules of the block gives its signature; what follows from a signature is computed once.
     """
-    if not can_fuse_input(x, x.shape[-1]) or is_watched():
+    if not can_fuse_input(x, x.shape[-1]) or is_watched() or 0 in x.shape[1:]:
         return False
     if torch.compiler.is_compiling():  # the compiler guards on the attributes read here
         return is_fusible(block, x.shape[-1]) and _on_device(block, x.device)
@@ -149,21 +149,12 @@ def norm(x: Tensor, layer: nn.LayerNorm, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-def cast(dtype: torch.dtype, *weights: Tensor) -> list[Tensor]:
-    """Return the weights in `dtype`, cast together: there are many, and most are small."""
-    if all(weight.dtype == dtype for weight in weights):
-        return list(weights)
-    flat = torch.cat([weight.flatten() for weight in weights]).to(dtype)
-    parts = flat.split([weight.numel() for weight in weights])
-    return [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
-
-
-def factors(drop_path: nn.Module, x: Tensor) -> Tensor | None:
-    """Return the factor of drop path for each image: the result of the module for ones."""
-    if not drop_path.training or isinstance(drop_path, nn.Identity):
-        return None
-    y: Tensor = drop_path(x.new_ones(len(x), 1, 1, 1)).flatten()
-    return y
+def factors(block: PaleBlock, x: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the factors of both drop paths for each image: the results of the modules for ones."""
+    drops = block.drop_path1, block.drop_path2
+    active = [drop.training and not isinstance(drop, nn.Identity) for drop in drops]
+    ones = x.new_ones(len(x), 1, 1, 1) if any(active) else x
+    return tuple(drop(ones) if on else None for drop, on in zip(drops, active, strict=True))
 
 
 def merge(merging: PatchMerging, x: Tensor) -> Tensor:
@@ -177,21 +168,22 @@ def merge(merging: PatchMerging, x: Tensor) -> Tensor:
 def forward(block: PaleBlock, x: Tensor) -> Tensor:
     """Run `PaleBlock.forward` (Eq. 8 to 10)."""
     x = x.to(dtype_of(x))
-    attn, mlp, norm1, norm2 = block.attn, block.mlp, block.norm1, block.norm2
-    if block.cpe is None:
-        y = norm(x, norm1)
-    else:
-        cpe = block.cpe
-        x, y = pieces.conv_norm(x, cpe.weight, cpe.bias, norm1.weight, norm1.bias, norm1.eps)
+    cpe, attn, mlp, norm1, norm2 = block.cpe, block.attn, block.mlp, block.norm1, block.norm2
     phis = attn.phi_q, attn.phi_k, attn.phi_v
-    maps = pieces.conv_three(y, *(phi.depthwise.weight for phi in phis))
     pointwise = [phi.pointwise for phi in phis]
-    linears = *pointwise, attn.proj, mlp.fc1, mlp.fc2
-    *weights, b_1 = cast(x.dtype, *(layer.weight for layer in linears), mlp.fc1.bias)
-    w_q, w_k, w_v, w_proj, w_1, w_2 = weights
-    q, k, v = pieces.linear_three(maps, w_q, w_k, w_v, *(layer.bias for layer in pointwise))
-    y = F.linear(attn.attend(q, k, v), w_proj)
-    scale, next_scale = factors(block.drop_path1, x), factors(block.drop_path2, x)
-    affine = norm2.weight, norm2.bias, norm2.eps
-    residual = x, y, attn.proj.bias, scale
-    return pieces.finish(*residual, *affine, w_1, b_1, w_2, mlp.fc2.bias, next_scale)
+    region = attn.region
+    out: Tensor = pieces.block(
+        x,
+        None if cpe is None else cpe.weight,
+        None if cpe is None else cpe.bias,
+        norm1.weight,
+        norm1.bias,
+        *(phi.depthwise.weight for phi in phis),
+        *(layer.weight for layer in pointwise),
+        *(layer.bias for layer in pointwise),
+        *(attn.proj.weight, attn.proj.bias, norm2.weight, norm2.bias),
+        *(mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias),
+        *(*factors(block, x), norm1.eps, norm2.eps),
+        *(attn.heads, *region.pale_size, region.scope, region.grouping),
+    )
+    return out

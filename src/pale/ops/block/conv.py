@@ -10,7 +10,7 @@ from torch import Tensor
 from ..registration import define, differentiate
 from ..sizes import ceil_div
 from .grids import PROGRAMS, conv_grid, launch_kernel, sum_rows, zeros_if_none
-from .norm import launch_norm_backward
+from .norm import add_sums, launch_norm_backward
 
 
 @define(
@@ -65,11 +65,16 @@ def conv_norm_backward(
     """Return the gradients of x, of the weight, (1, c, 9), and of gamma, beta and the bias, (3, c)."""
     g, _, sums = launch_norm_backward(g_norm, g_sum, total, gamma, eps)
     x = x.contiguous()
-    grid, rows, blocks = conv_grid(x, whole=False)
-    dx = torch.empty_like(x)
-    _, h, w, _ = x.shape
+    return launch_conv_backward_x(g, taps), _weights_gradient(x, g), add_sums(sums, gamma.dtype)
+
+
+def launch_conv_backward_x(g: Tensor, taps: Tensor) -> Tensor:
+    """Return the gradient of x of the sum x + conv(x) + bias."""
+    grid, rows, blocks = conv_grid(g, whole=False)
+    dx = torch.empty_like(g)
+    _, h, w, _ = g.shape
     launch_kernel("conv_backward_x", grid, g, taps, dx, h, w, rows, **blocks)
-    return dx, _weights_gradient(x, g), sums
+    return dx
 
 
 def _conv_norm_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -99,7 +104,13 @@ def stack_taps(*weights: Tensor) -> Tensor:
 
 
 def _weights_gradient(x: Tensor, g: Tensor) -> Tensor:
-    """Return the gradients of the weights of one or three convolutions, (1 or 3, c, 9); `g` is one map or three."""
+    """Return the gradients of the weights of one or three convolutions, (1 or 3, c, 9)."""
+    c = x.shape[-1]
+    return sum_rows(launch_weights_gradient(x, g), dtype=torch.float32, taps=c).view(-1, c, 9)
+
+
+def launch_weights_gradient(x: Tensor, g: Tensor) -> Tensor:
+    """Return partial gradients of the weights of one or three convolutions of `x`; `g` is one map or three."""
     b, h, w, c = x.shape
     n = 3 if g.ndim > x.ndim else 1
     (_, channels), _, blocks = conv_grid(x, whole=False)
@@ -112,7 +123,7 @@ def _weights_gradient(x: Tensor, g: Tensor) -> Tensor:
     tensors, numbers, three = (x, g, dt), (b, h, w, each), {"THREE": n == 3}
     grid = programs, channels
     launch_kernel("conv_backward_w", grid, *tensors, *numbers, warps=2, **three, **blocks)
-    return sum_rows(dt, dtype=torch.float32, taps=c).view(n, c, 9)
+    return dt
 
 
 @define(
@@ -148,10 +159,15 @@ def launch_conv_three(x: Tensor, taps: Tensor, y: Tensor) -> None:
 def conv_three_backward(g: Tensor, x: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the three weights, (3, c, 9)."""
     g, x = g.contiguous(), x.contiguous()
-    dx = torch.empty_like(x)
-    grid, rows, blocks = conv_grid(x, whole=False)
-    launch_kernel("conv_three_backward_x", grid, g, taps, dx, *_sizes(x), rows, **blocks)
-    return dx, _weights_gradient(x, g)
+    return launch_conv_three_backward_x(g, taps), _weights_gradient(x, g)
+
+
+def launch_conv_three_backward_x(g: Tensor, taps: Tensor) -> Tensor:
+    """Return the gradient of the map from those of its three convolutions, (3, b, h, w, c)."""
+    dx = torch.empty_like(g[0])
+    grid, rows, blocks = conv_grid(dx, whole=False)
+    launch_kernel("conv_three_backward_x", grid, g, taps, dx, *_sizes(dx), rows, **blocks)
+    return dx
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:

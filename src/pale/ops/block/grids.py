@@ -13,6 +13,8 @@ from ..sizes import ceil_div
 
 # Number of programs that keep a large GPU busy, and the maximum number of channels in one program.
 PROGRAMS, CHANNELS = 528, 1024
+# Up to this many rows are added by one program per block of columns.
+FEW_ROWS = 4 * PROGRAMS
 # Up to this many channels a layer is bound by memory, and fused kernels are faster than cuBLAS.
 WHOLE = 128
 # Up to this many tokens a layer does not fill a large GPU: blocks are small, so that there are more programs.
@@ -70,17 +72,15 @@ def conv_grid(x: Tensor, whole: bool) -> tuple[tuple[int, int], int, dict[str, i
     return (strips * ceil_div(h, rows), channels), rows, blocks
 
 
-def sum_rows(*matrices: Tensor, dtype: torch.dtype, taps: int = 0) -> Tensor:
-    """Return the column sums of one matrix or three, in several steps if there are many rows.
+def add_rows(*matrices: Tensor, dtype: torch.dtype, taps: int = 0) -> Tensor:
+    """Add rows of one matrix or three, with at least one row, by one launch: (programs, matrices * columns).
 
-    The number of columns is a multiple of 16. `taps`: number of channels c if the columns are (convolutions, 9, c); the
-    sums are then (convolutions, c, 9).
+    The result has one row, of `dtype`, if there are few rows; otherwise several, in float32. The arguments are those of
+    `sum_rows`.
     """
     rows, columns = matrices[0].shape
     x, n = matrices[0], len(matrices)
-    if not rows:
-        return x.new_zeros(n * columns, dtype=dtype)
-    many = rows > 4 * PROGRAMS
+    many = rows > FEW_ROWS
     block_c = min(64 if many else 16, next_power(columns))
     blocks = ceil_div(columns, block_c)
     each = ceil_div(rows, max(1, 2 * PROGRAMS // blocks)) if many else rows
@@ -91,7 +91,49 @@ def sum_rows(*matrices: Tensor, dtype: torch.dtype, taps: int = 0) -> Tensor:
     tensors = *(matrices * 3)[:3], sums
     grid = programs, blocks, n
     launch_kernel("sum_rows", grid, *tensors, rows, columns // 16, each, warps=8, **constants)
-    return sums[0] if last else sum_rows(sums, dtype=dtype, taps=taps)
+    return sums
+
+
+def sum_rows(*matrices: Tensor, dtype: torch.dtype, taps: int = 0) -> Tensor:
+    """Return the column sums of one matrix or three, in several steps if there are many rows.
+
+    The number of columns is a multiple of 16. `taps`: number of channels c if the columns are (convolutions, 9, c); the
+    sums are then (convolutions, c, 9).
+    """
+    rows, columns = matrices[0].shape
+    if not rows:
+        return matrices[0].new_zeros(len(matrices) * columns, dtype=dtype)
+    sums = add_rows(*matrices, dtype=dtype, taps=taps)
+    return sums[0] if len(sums) == 1 else sum_rows(sums, dtype=dtype, taps=taps)
+
+
+# Columns of the partial results that `sum_parts` adds, as multiples of n (the first) and c.
+COLUMNS = 1, 4, 3, 27, 3, 9
+BLOCK = 16
+
+
+def sum_parts(parts: list[Tensor | None], like: Tensor, n: int, c: int) -> Tensor:
+    """Return the column sums of partial results in float32, one after the other, by one launch.
+
+    They have n, 4 c, 3 c, 27 c, 3 c and 9 c columns; `None` is one without rows, and the last may be absent.
+    """
+    shortened = []
+    for part in parts:
+        while part is not None and len(part) > FEW_ROWS:
+            part = add_rows(part, dtype=torch.float32)
+        shortened.append(part)
+    sums = like.new_empty(parts_size(n, c, len(parts) == len(COLUMNS)), dtype=torch.float32)
+    shortened += [None] * (len(COLUMNS) - len(parts))
+    tensors = [sums if part is None else part for part in shortened]
+    rows = [0 if part is None else len(part) for part in shortened]
+    constants = {"N": n, "C": c, "BLOCK_R": 4096 // BLOCK, "BLOCK_C": BLOCK}
+    launch_kernel("sum_parts", (len(sums) // BLOCK,), *tensors, sums, *rows, warps=8, **constants)
+    return sums
+
+
+def parts_size(n: int, c: int, whole: bool) -> int:
+    """Return the number of sums that `sum_parts` computes, with the last matrix (`whole`) or without it."""
+    return n + c * (sum(COLUMNS[1:]) if whole else sum(COLUMNS[1:-1]))
 
 
 def tokens_per_image(x: Tensor) -> int:

@@ -14,7 +14,7 @@ from ..sizes import ceil_div
 from . import grids
 from .grids import PROGRAMS, launch_kernel, sum_rows, tokens_per_image
 from .linear import launch_linear
-from .norm import launch_add_norm, launch_norm_backward
+from .norm import add_sums, launch_add_norm, launch_norm_backward
 
 
 @define(
@@ -42,9 +42,31 @@ def _finish(
     next_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
-    out, normed = torch.empty_like(total), torch.empty_like(total)
-    given = y.contiguous(), bias, scale, b_2, next_scale
-    launch_add_norm(x, *given, gamma, beta, total, out, normed, eps)
+    normed = torch.empty_like(total)
+    residual, mlp = (x, y.contiguous(), bias, scale), (w_1, b_1, w_2, b_2)
+    out, hidden = run_finish(*residual, gamma, beta, eps, *mlp, next_scale, total, normed)
+    return out, total, normed, hidden
+
+
+def run_finish(
+    x: Tensor,
+    y: Tensor,
+    bias: Tensor,
+    scale: Tensor | None,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+    w_1: Tensor,
+    b_1: Tensor,
+    w_2: Tensor,
+    b_2: Tensor,
+    next_scale: Tensor | None,
+    total: Tensor,
+    normed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the result of `finish` and the output of fc1; fill the sum and its norm."""
+    out = torch.empty_like(total)
+    launch_add_norm(x, y, bias, scale, b_2, next_scale, gamma, beta, total, out, normed, eps)
     n, c = w_1.shape
     tokens = x.numel() // c
     if c <= grids.WHOLE:
@@ -63,7 +85,7 @@ def _finish(
         )
     # `out` contains the bias: cuBLAS can add a product to a matrix or add a bias, not both.
     out.view(tokens, c).addmm_(a.view(tokens, n), w_2.T)
-    return out, total, normed, hidden
+    return out, hidden
 
 
 def _hidden_blocks(n: int) -> dict[str, int]:
@@ -99,8 +121,25 @@ def finish_backward(
 
     GELU(hidden) is computed again, not stored.
     """
-    g, c, n = g.contiguous(), g.shape[-1], w_1.shape[0]
+    g, c = g.contiguous(), g.shape[-1]
     rows = g.view(-1, c)
+    a, dh, sums = launch_gelu_backward(g, hidden, next_scale, w_2)
+    dw_2, dw_1 = rows.T @ a, dh.T @ normed.view(-1, c)
+    del a
+    dnormed = (dh @ w_1).view(g.shape)
+    dx, dy, vectors = launch_norm_backward(
+        dnormed, g, total, gamma, eps, None, scale, next_scale, True
+    )
+    dy = dy if scale is not None else dy.new_empty(0)
+    db_1 = sum_rows(sums, dtype=w_1.dtype)
+    return dx, dy, add_sums(vectors, gamma.dtype), dw_1, db_1, dw_2
+
+
+def launch_gelu_backward(
+    g: Tensor, hidden: Tensor, next_scale: Tensor | None, w_2: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scaled GELU, (tokens, n), the gradient of its input, and partial sums of the latter, (programs, n)."""
+    n, rows = hidden.shape[-1], g.view(-1, g.shape[-1])
     tokens, per_image = len(rows), tokens_per_image(g)
     a, dh = g.new_empty((tokens, n)), g.new_empty((tokens, n))
     given = {"SCALE": next_scale is not None}
@@ -112,14 +151,7 @@ def finish_backward(
     tensors = hidden, g if next_scale is None else next_scale, rows @ w_2, a, dh, sums
     numbers = tokens, per_image, each
     launch_kernel("gelu_backward", (programs, channels), *tensors, *numbers, **given, **blocks)
-    dw_2, dw_1 = rows.T @ a, dh.T @ normed.view(-1, c)
-    del a
-    dnormed = (dh @ w_1).view(g.shape)
-    dx, dy, vectors = launch_norm_backward(
-        dnormed, g, total, gamma, eps, None, scale, next_scale, True
-    )
-    dy = dy if scale is not None else dy.new_empty(0)
-    return dx, dy, vectors, dw_1, sum_rows(sums, dtype=w_1.dtype), dw_2
+    return a, dh, sums
 
 
 def _finish_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

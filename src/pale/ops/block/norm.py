@@ -51,7 +51,10 @@ def launch_norm_backward(
     next_scale: Tensor | None = None,
     next_bias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of x given those of x and LayerNorm(x), the same times `scale`, and the sums, (3 or 4, c)."""
+    """Return the gradient of x given those of x and LayerNorm(x), the same times `scale`, and partial sums.
+
+    The latter are (programs, 3 or 4, c).
+    """
     c = x.shape[-1]
     tokens = x.numel() // c
     blocks = token_blocks(c, 512)  # four sums and four maps in registers
@@ -68,7 +71,12 @@ def launch_norm_backward(
     tensors = g.contiguous(), g_x, x, bias, gamma, scale, next_scale, dx, dy, sums
     numbers = tokens, tokens_per_image(x), each, eps
     launch_kernel("norm_backward", (programs,), *tensors, *numbers, **given, **blocks)
-    return dx, dy, sum_rows(sums.flatten(1), dtype=gamma.dtype).view(n, c)
+    return dx, dy, sums
+
+
+def add_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sums of `launch_norm_backward`, (3 or 4, c)."""
+    return sum_rows(sums.flatten(1), dtype=dtype).view(sums.shape[1:])
 
 
 @define(
@@ -90,7 +98,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x, and of gamma, beta and the bias, (3, c)."""
     dx, _, sums = launch_norm_backward(g, None, x.contiguous(), gamma, eps, bias)
-    return dx, sums
+    return dx, add_sums(sums, gamma.dtype)
 
 
 def _norm_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

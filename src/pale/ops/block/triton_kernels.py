@@ -280,6 +280,47 @@ def sum_rows(
 
 
 @triton.jit
+def choose_six(z, x_0, x_1, x_2, x_3, x_4, x_5):
+    """Return the pointer or number with index `z`."""
+    low = tl.where(z == 0, x_0, tl.where(z == 1, x_1, x_2))
+    return tl.where(z < 3, low, tl.where(z == 3, x_3, tl.where(z == 4, x_4, x_5)))
+
+
+@triton.jit(do_not_specialize=["rows_0", "rows_1", "rows_2", "rows_3", "rows_4", "rows_5"])
+def sum_parts(
+    p_x0, p_x1, p_x2, p_x3, p_x4, p_x5, p_sums, rows_0, rows_1, rows_2, rows_3, rows_4, rows_5,
+    N: tl.constexpr, C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Compute the column sums of the six partial results of a block's backward, one after the other.
+
+    Their columns are n, 4 c, 3 c, 27 c, 3 c and 9 c, multiples of BLOCK_C. The fourth and the last are (convolutions,
+    9, c), whose sums are written as (convolutions, c, 9). A program has BLOCK_C columns, added in the order of
+    `sum_rows`; a smaller grid leaves out the last matrix.
+    """
+    first_1: tl.constexpr = N
+    first_2: tl.constexpr = N + 4 * C
+    first_3: tl.constexpr = N + 7 * C
+    first_4: tl.constexpr = N + 34 * C
+    first_5: tl.constexpr = N + 37 * C
+    o = tl.program_id(0) * BLOCK_C
+    z = (o >= first_1).to(tl.int32) + (o >= first_2).to(tl.int32) + (o >= first_3).to(tl.int32)
+    z += (o >= first_4).to(tl.int32) + (o >= first_5).to(tl.int32)
+    start = choose_six(z, 0, first_1, first_2, first_3, first_4, first_5)
+    columns = choose_six(z, N, 4 * C, 3 * C, 27 * C, 3 * C, 9 * C)
+    rows = choose_six(z, rows_0, rows_1, rows_2, rows_3, rows_4, rows_5)
+    p_x = choose_six(z, p_x0, p_x1, p_x2, p_x3, p_x4, p_x5)
+    o_c = o - start + tl.arange(0, BLOCK_C)
+    b_sum = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for row in range(0, rows, BLOCK_R):
+        o_r = row + tl.arange(0, BLOCK_R)
+        p = p_x + o_r.to(tl.int64)[:, None] * columns + o_c[None, :]
+        b_sum += tl.load(p, mask=(o_r < rows)[:, None], other=0.0)
+    o_t = (o_c // (9 * C) * C + o_c % C) * 9 + o_c // C % 9
+    o_y = tl.where((z == 3) | (z == 5), o_t, o_c)
+    tl.store(p_sums + start + o_y, tl.sum(b_sum, 0))
+
+
+@triton.jit
 def load_vectors(p_0, p_1, p_2, p_3, o_c, m_c):
     """Load one value per channel from four tensors."""
     b_0 = tl.load(p_0 + o_c[None, :], mask=m_c[None, :], other=0.0).to(tl.float32)

@@ -11,10 +11,14 @@ from .grids import unsupported
 from .linear import linear_three, linear_three_backward
 from .mlp import finish, finish_backward
 from .norm import norm, norm_backward
+from .whole import block
+from .whole_backward import block_backward
 
 __all__ = [
     "AVAILABLE",
     "INTERPRETED",
+    "block",
+    "block_backward",
     "conv_norm",
     "conv_norm_backward",
     "conv_three",
