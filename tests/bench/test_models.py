@@ -135,7 +135,7 @@ def test_our_own_failure_is_the_commands(capsys):
     assert code == 1
     assert "test_resnet" in out
     assert "timm has no model 'pale_nanno'; did you mean 'pale_nano'?" in err
-    assert "pale: pale_nanno failed" in err
+    assert "pale: pale_nanno, with which the others are compared, failed" in err
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["converted", "autocast"])

@@ -222,7 +222,9 @@ def test_a_name_is_accepted_wherever_weights_are(installed, tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         Path("shapes").mkdir()
-        with pytest.raises(ValueError, match=r"shapes holds no weights\.safetensors"):
+        with pytest.raises(
+            ValueError, match=r"shapes is neither .* it holds no weights\.safetensors"
+        ):
             load_weights(Path("shapes"))
 
 

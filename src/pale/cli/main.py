@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from ..core.escaping import escape_message as escaped
 from ..core.memory import command_shortage, exhausted_memory
+from ..core.options import settings_hint
 from ..errors import SettingsError, is_user_error
 from .commands import build_parser
 from .console import print_error
@@ -87,32 +88,18 @@ def parse(words: Sequence[str]) -> Command:
             importlib.import_module("pale.data.remote").allow(value)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
-        hint = "" if leaf.settings is None else _settings_hint(unknown[0])
+        hint = "" if leaf.settings is None else settings_hint(unknown[0])
         parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     command: type[Command] = parsed.parser.command
     return command.from_namespace(parsed, typed, overrides)
 
 
-def _settings_hint(word: str) -> str:
-    """Return how to give a word as a setting, after a command that takes settings."""
-    if word.startswith("-"):
-        return ""
-    if "=" in word:
-        return f"; a setting starts with two dashes: --{word}"
-    return f"; a folder of data is a setting: --data.root {word}"
-
-
 def split_overrides(
     words: Sequence[str], known: Iterable[str]
 ) -> tuple[list[str], dict[str, object]]:
-    """Separate settings, `--name value` or `--name=value`, from the words that the parser knows.
+    """Return the words and `known` options, and the settings by name, `--name value` or `--name=value`.
 
-    Args:
-        words: command line.
-        known: option strings of the command.
-
-    Returns:
-        The other words, and the values of the settings by name, read as YAML.
+    Values are read as YAML.
     """
     from ..core.settings import read_value  # imported here, for a fast `pale --help`
 

@@ -63,3 +63,12 @@ def _field(spec: Spec, default: object) -> Any:
 def settings_class(cls: type[T]) -> type[T]:
     """Make a class of settings: a frozen dataclass."""
     return dataclass(frozen=True)(cls)
+
+
+def settings_hint(word: str) -> str:
+    """Return how to give a word as a setting, after a command that takes settings."""
+    if word.startswith("-"):
+        return ""
+    if "=" in word:
+        return f"; a setting starts with two dashes: --{word}"
+    return f"; a folder of data is a setting: --data.root {word}"

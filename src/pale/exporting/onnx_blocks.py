@@ -74,20 +74,28 @@ def rewrite(model: nn.Module) -> nn.Module | None:
 def can_rewrite(block: PaleBlock) -> bool:
     """Return whether calling `block` in evaluation mode does what `OnnxBlock` assumes, and nothing else."""
     attn, mlp = block.attn, block.mlp
+    drop_paths = block.drop_path1, block.drop_path2
     return (
         is_plain(block, PaleBlock)
         and not block.training
         and not is_watched()
-        and is_plain(attn, PSAttention)
-        and is_plain(mlp, Mlp)
-        and is_exact_gelu(mlp.act)
         and (block.cpe is None or is_plain_depthwise(block.cpe))
         and is_plain_norm(block.norm1)
         and is_plain_norm(block.norm2)
-        and all(_is_plain_phi(phi) for phi in (attn.phi_q, attn.phi_k, attn.phi_v))
-        and all(_is_plain_linear(layer) for layer in (attn.proj, mlp.fc1, mlp.fc2))
-        and all(type(x) in (nn.Identity, DropPath) for x in (block.drop_path1, block.drop_path2))
-        and all(p.dtype == torch.float32 for p in block.parameters())
+        and _is_plain_attention(attn)
+        and is_plain(mlp, Mlp)
+        and is_exact_gelu(mlp.act)
+        and all(map(_is_plain_linear, (mlp.fc1, mlp.fc2)))
+        and {nn.Identity, DropPath}.issuperset(map(type, drop_paths))
+        and {torch.float32}.issuperset(p.dtype for p in block.parameters())
+    )
+
+
+def _is_plain_attention(attn: nn.Module) -> bool:
+    return (
+        is_plain(attn, PSAttention)
+        and all(map(_is_plain_phi, (attn.phi_q, attn.phi_k, attn.phi_v)))
+        and _is_plain_linear(attn.proj)
     )
 
 

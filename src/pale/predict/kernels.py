@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,18 +129,20 @@ def record_launches(source: str, settings: KernelSettings) -> list[Launch]:
     about = [source, settings.capability(), list(settings.dtype), settings.training]
     path = os.pathsep.join(entry for entry in sys.path if entry)
     own = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-m", "pale.predict.record_kernels", json.dumps(about)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | own,
-    )
-    last = (done.stdout.strip().splitlines() or [""])[-1]
-    if done.returncode or not last:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RunError(f"the kernels of {source} could not be recorded: {lines[-1]}")
-    answer = json.loads(last)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "launches.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "pale.predict.recorder", json.dumps(about), str(file)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=os.environ | own,
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise RunError(f"the kernels of {source} could not be recorded: {lines[-1]}")
+        answer = json.loads(file.read_text())
     if "error" in answer:
         raise SettingsError(answer["error"])
     return [Launch.from_plain(values) for values in answer["launches"]]

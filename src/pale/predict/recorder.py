@@ -1,4 +1,4 @@
-"""Process that prints the kernel launches of a model: `python -m pale.predict.record_kernels`, see `kernels`.
+"""Process that writes the kernel launches of a model to a file: `python -m pale.predict.recorder`, see `kernels`.
 
 Run with TRITON_INTERPRET=1, on a CPU. Nothing is launched.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from timm.layers import DropPath
@@ -25,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp32": torch.float32}
 
 
 def main() -> None:
-    """Print the launches, or the error of the user, as JSON."""
+    """Write the launches, or the error of the user, as JSON."""
     source, capability, dtypes, training = json.loads(sys.argv[1])
     compile_for(Target(capability, False))
     try:
@@ -39,7 +40,7 @@ def main() -> None:
         answer: dict[str, object] = {"error": str(error)}
     else:
         answer = {"launches": [launch.plain() for launch in found]}
-    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+    Path(sys.argv[2]).write_text(json.dumps(answer))
 
 
 def as_half(launch: Launch) -> Launch:
