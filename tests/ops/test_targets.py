@@ -29,6 +29,7 @@ def collect(capability: int, dtype_name: str) -> list[tuple]:
     import torch
 
     import pale
+    from pale.ops import launching
     from pale.ops.block import grids
     from pale.ops.pale_attention import triton_op as attention
 
@@ -45,8 +46,7 @@ def collect(capability: int, dtype_name: str) -> list[tuple]:
             found[name] = max(found.get(name, (0, ())), (size, call))
 
     grids.launch = attention.launch = record
-    attention.capability = lambda device: capability
-    grids.capability = lambda device: capability
+    launching.compile_for(launching.Target(capability, False))
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]
     model = pale.create_model("pale_tiny").to(dtype)
     x = torch.randn(1, 3, 224, 224).to(dtype)
