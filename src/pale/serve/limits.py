@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
+from threading import Lock
 
 from ..core.options import option, settings_class
 from ..errors import SettingsError
@@ -91,10 +92,11 @@ class RefusedError(Exception):
 
 
 class Budget:
-    """Bytes that requests hold at the same time; used by a single thread."""
+    """Bytes that requests hold at the same time; threads may take, only that of the event loop gives."""
 
     def __init__(self, total: int) -> None:
         self.total, self.used, self.freed = total, 0, 0
+        self._lock = Lock()
 
     def take(self, count: int, held: int = 0) -> None:
         """Reserve bytes or raise RefusedError; `held` is what the request holds already."""
@@ -105,15 +107,17 @@ class Budget:
                 f"{self.total / 1e6:,.0f} MB; make the image smaller, save it as JPEG, or start the server with a "
                 "larger --memory-mb",
             )
-        if self.used + count > self.total:
-            raise RefusedError(
-                429, "too many large images are being processed; try again in a moment"
-            )
-        self.used += count
+        with self._lock:
+            if self.used + count > self.total:
+                raise RefusedError(
+                    429, "too many large images are being processed; try again in a moment"
+                )
+            self.used += count
 
     def give(self, count: int) -> None:
         """Release bytes."""
-        self.used -= count
+        with self._lock:
+            self.used -= count
         self.freed += count
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, TypeVar
@@ -106,10 +107,28 @@ class ServedRequest:
     async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Call `work` in a thread; the request's memory is held until it ends, even if it is no longer awaited."""
         loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def finish(done: Future[T]) -> None:
+            self.leave()
+            if result.done():
+                return
+            if done.cancelled():
+                result.cancel()
+            elif (error := done.exception()) is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(done.result())
+
         self.share.enter()
         future = self.service.decoders.submit(work, *args)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self.leave))
-        return await asyncio.wrap_future(future)
+        # One call for memory and result: each wakes the event loop, which then waits for the interpreter lock.
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(finish, done))
+        try:
+            return await result
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
 
     def submit(
         self, worker: Worker[Item, Result], item: Item, pixels: int
@@ -169,8 +188,8 @@ class ServedRequest:
 
         Args:
             worker: worker whose queue will hold the image.
-            plan: called with width and height; returns the bytes that processing needs at once, apart from decoding,
-                and the function to call with the image, in a thread.
+            plan: called in a thread with width and height; returns the bytes that processing needs at once, apart
+                from decoding, and the function to call with the image.
         """
         service, limits = self.service, self.service.limits
         start = perf_counter()
@@ -208,10 +227,18 @@ class ServedRequest:
         plan: Callable[[int, int], tuple[int, Callable[[Image.Image], T]]],
     ) -> tuple[Image.Image, T]:
         """Return the image of a file, and the result of the planned function on it; `plan` as in `read_image`."""
-        opened = await self.in_thread(open_upload, content, self.service.limits)
+        return await self.in_thread(self._decode, content, plan)
+
+    def _decode(
+        self,
+        content: bytes,
+        plan: Callable[[int, int], tuple[int, Callable[[Image.Image], T]]],
+    ) -> tuple[Image.Image, T]:
+        opened = open_upload(content, self.service.limits)
         needed, function = plan(opened.width, opened.height)
         self.share.take(max(memory_cost.decoding(opened), needed))
-        return await self.in_thread(_decode_and_call, opened, function)
+        image = decode_upload(opened)
+        return image, function(image)
 
     async def result(self, future: asyncio.Future[Done[Result]]) -> Result:
         """Await the result of a queued item; drop the job if the client disconnects first."""
@@ -284,13 +311,6 @@ async def respond_and_drain(
                 if left < 0:
                     break
     return response
-
-
-def _decode_and_call(
-    opened: Image.Image, function: Callable[[Image.Image], T]
-) -> tuple[Image.Image, T]:
-    image = decode_upload(opened)
-    return image, function(image)
 
 
 async def _disconnected(request: Request) -> None:
