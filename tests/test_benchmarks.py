@@ -242,3 +242,53 @@ def test_the_page_of_the_cpu_comparison_has_the_medians_of_its_runs() -> None:
     limited = [runs[0], runs[1] | {"isa": "AVX2"}]
     assert cpu.page(limited).count("\n## ") == 2
     assert "oneDNN limited to AVX2" in cpu.page(limited)
+
+
+def test_commits_are_compared_by_their_ratios_to_the_control() -> None:
+    script = load_script("compare_commits")
+    case = script.CASES["training graph"]
+    old = [{"pale": 10.0, "control": 14.0}] * 4
+    # Twice as slow altogether, as on a busy machine, and Pale 3 % more.
+    new = [{"pale": 20.6, "control": 28.0}] * 4
+    row = script.summarize(case, {"old": old, "new": new}, {})
+    assert row["new_over_old"] == pytest.approx(1 / 1.03)
+    assert (row["within_limit"], row["limit"]) == (False, 0.02)
+    eager = script.summarize(script.CASES["training eager"], {"old": old, "new": new}, {})
+    assert (eager["within_limit"], eager["limit"]) == (True, 0.05)
+
+
+@pytest.mark.slow
+def test_two_trees_are_compared_and_a_tree_that_fails_is_a_row_with_its_error(tmp_path) -> None:
+    broken = tmp_path / "broken"
+    (broken / "pale").mkdir(parents=True)
+    (broken / "pale" / "__init__.py").write_text("raise ImportError('no kernels here')")
+    source = FOLDER.parent / "src"
+    words = [
+        "--device",
+        "cpu",
+        "--batch",
+        "1",
+        "--rounds",
+        "2",
+        "--size",
+        "32",
+        "--model",
+        "pale_nano",
+        "--cases",
+    ]
+    command = [sys.executable, FOLDER / "compare_commits.py"]
+    outcomes = []
+    for old, name in ((source, "both.json"), (broken, "one.json")):
+        path = tmp_path / name
+        given = [*command, old, source, "--json", path, *words, "inference eager"]
+        done = subprocess.run(given, capture_output=True, text=True, check=False, timeout=300)
+        page = path.with_suffix(".md").read_text()
+        assert page in done.stdout
+        outcomes.append((done.returncode, page, *json.loads(path.read_text())["rows"]))
+    (code, page, row), (failed_code, failed_page, failed) = outcomes
+    assert (code, failed_code) == (0, 1)
+    assert row["rounds"] == 2
+    assert row["new_over_old"] == pytest.approx(row["new"]["ratio"] / row["old"]["ratio"])
+    assert f"**{row['new_over_old']:.3f}**" in page
+    assert failed["errors"] == {"old": "ImportError: no kernels here"}
+    assert "failed: old: ImportError: no kernels here" in failed_page
