@@ -53,6 +53,7 @@ def note_and_fail(inside: list[tuple[bool, ...]]) -> None:
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", ["auto", "false"], ids=["graphs", "eager"])
 def test_two_runs_on_a_gpu_are_bit_equal_in_all_tasks(tmp_path, graph):

@@ -73,6 +73,7 @@ def expected() -> float:
     return final_loss("cuda", "eager", backend="reference", **ON_GPU)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("mode", ["eager", "compiled"])

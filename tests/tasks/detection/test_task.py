@@ -213,6 +213,7 @@ def test_with_a_crop_all_batches_have_one_size_and_padding_is_zero(tmp_path):
     assert len(sizes) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["pale_nano", "resnet10t"])
 def test_a_recorded_backbone_trains_as_an_eager_one(tmp_path, model):

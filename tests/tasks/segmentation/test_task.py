@@ -227,6 +227,7 @@ def test_the_loss_needs_the_tensors_of_a_prepared_batch_alone(dropout):
     assert ("keep" in tensors) == bool(dropout)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_segmenters_can_be_recorded_with_every_loss(tmp_path, dropout, capsys):
