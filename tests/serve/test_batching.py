@@ -1,5 +1,6 @@
 """Queues, batches and memory of a server whose model waits, over real sockets."""
 
+import asyncio
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from serve.serving import running, until
 from support.weights import pixels
 
 from pale.serve import Limits, Models
+from pale.serve.batching import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,6 +43,58 @@ def post(server, name: str = "image", **more) -> httpx.Response:
     return httpx.post(
         f"{server.url}/predict/classification", files=form, timeout=60, trust_env=False, **more
     )
+
+
+class TestWaiting:
+    """A batch waits only for images that are being decoded; `--wait-ms` is far above the time of a test."""
+
+    LIMITS = Limits(batch=4, wait_ms=60_000)
+
+    def batches(self, scenario) -> list[list[str]]:
+        """Return the batches of a worker during a scenario, which must end in time."""
+        found = []
+
+        async def run() -> None:
+            def work(items):
+                found.append(list(items))
+                return items
+
+            worker = Worker("test", work, self.LIMITS)
+            worker.start()
+            try:
+                async with asyncio.timeout(30):
+                    await scenario(worker)
+            finally:
+                await worker.stop()
+
+        asyncio.run(run())
+        return found
+
+    def test_a_single_image_does_not_wait(self):
+        async def scenario(worker):
+            await worker.submit("a", 1)
+
+        assert self.batches(scenario) == [["a"]]
+
+    def test_a_batch_waits_for_images_that_are_being_decoded(self):
+        async def scenario(worker):
+            worker.reserve()
+            first = worker.submit("a", 1)
+            await asyncio.sleep(0.05)
+            worker.release()
+            await asyncio.gather(first, worker.submit("b", 1))
+
+        assert self.batches(scenario) == [["a", "b"]]
+
+    def test_a_batch_does_not_wait_for_an_image_that_failed_to_decode(self):
+        async def scenario(worker):
+            worker.reserve()
+            first = worker.submit("a", 1)
+            await asyncio.sleep(0.05)
+            worker.release()
+            await first
+
+        assert self.batches(scenario) == [["a"]]
 
 
 class TestQueue:

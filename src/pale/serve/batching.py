@@ -106,6 +106,7 @@ class Worker(Generic[Item, Result]):
     def release(self, count: int = 1) -> None:
         """Release the places."""
         self.reserved -= count
+        self._arrived.set()  # a batch may wait for these images
 
     def submit(
         self, item: Item, pixels: int, on_release: Callable[[], None] = lambda: None
@@ -164,8 +165,8 @@ class Worker(Generic[Item, Result]):
                 job.future.set_result(Done(result, start - job.since, worked, len(jobs)))
 
     async def _wait_for_batch(self) -> None:
-        """Wait until a batch is full, or the first job has waited long enough."""
-        while self._waiting and len(self._waiting) < self._limits.batch:
+        """Wait for images that are being decoded, until a batch is full or the first job has waited long enough."""
+        while self._waiting and self.reserved and len(self._waiting) < self._limits.batch:
             left = self._waiting[0].since + self._limits.wait_ms / 1000 - perf_counter()
             if left <= 0:
                 return
