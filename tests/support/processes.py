@@ -74,6 +74,8 @@ def in_the_interpreter(module: str) -> None:
     env.pop("PYTEST_XDIST_WORKER", None)
     # Its numpy warns of exp2(-inf), of numbers that run over and the like, which the kernels mean.
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::RuntimeWarning"]
+    # That of Triton 3.6 reads scalars in a way that NumPy 1.26 deprecates.
+    options += ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, module],
         cwd=Path(__file__).parents[2],
