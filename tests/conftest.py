@@ -15,16 +15,12 @@ from hypothesis import settings
 pytest_plugins = ["support.gpu_families", "support.recording"]
 
 # Tests (files, or all in a folder) that need more than the package and pytest; without it they are skipped.
+SERVER = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 NEEDS = {
-    "serve/": ("httpx", "fastapi", "uvicorn", "python_multipart", "prometheus_client"),
+    "serve/": ("httpx", *SERVER),
     "tasks/detection/test_metric.py": ("pycocotools",),
-    "exporting/test_export.py": (
-        "httpx",
-        "fastapi",
-        "uvicorn",
-        "python_multipart",
-        "prometheus_client",
-    ),
+    "exporting/test_export.py": ("httpx", *SERVER),
+    "test_deploy.py": SERVER,
 }
 
 # The same examples every time, so that a change is judged by itself; HYPOTHESIS_PROFILE=default draws new ones.
