@@ -18,6 +18,9 @@ from ..ops.shortcuts import is_plain
 from . import fused
 from .pale_transformer import PaleBlock, PaleTransformer, PatchMerging
 
+# Shape, strides, dtype and device of an input.
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
 
 def optimize(
     model: nn.Module, dtype: torch.dtype = torch.bfloat16, cuda_graph: bool = False
@@ -194,7 +197,7 @@ class Graphed(nn.Module):
     def __init__(self, model: nn.Module, limit: int = 8) -> None:
         super().__init__()
         self.model, self.limit = model, limit
-        self.graphs: OrderedDict[Any, tuple[torch.cuda.CUDAGraph, Tensor, Any]] = OrderedDict()
+        self.graphs: OrderedDict[Layout, tuple[torch.cuda.CUDAGraph, Tensor, Any]] = OrderedDict()
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Any:

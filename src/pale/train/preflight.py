@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.data import Dataset
 
 from ..core.lists import list_first
 from ..core.memory import available_memory
@@ -59,7 +60,12 @@ def find_warnings(recipe: Recipe, stream: Stream, task: Task) -> list[str]:
 
 
 def require_memory(
-    recipe: Recipe, world: World, task: Task, data: object, stream: Stream, state: TrainState
+    recipe: Recipe,
+    world: World,
+    task: Task,
+    data: Dataset[Any],
+    stream: Stream,
+    state: TrainState,
 ) -> None:
     """Raise a `MemoryShortageError` if a step needs more memory than the machine has left; on a CPU, in one process.
 
@@ -79,7 +85,12 @@ def require_memory(
 
 
 def estimate_memory(
-    recipe: Recipe, world: World, task: Task, data: Any, stream: Stream, state: TrainState
+    recipe: Recipe,
+    world: World,
+    task: Task,
+    data: Dataset[Any],
+    stream: Stream,
+    state: TrainState,
 ) -> int:
     """Return the additional bytes that training needs.
 

@@ -9,7 +9,7 @@ import csv
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -158,12 +158,12 @@ class _Repeated:
         return found
 
 
-def _replace(path: Path, write: Any) -> int:
+def _replace(path: Path, write: Callable[[TextIO], int]) -> int:
     """Write a file under a temporary name, sync it and rename it; return what `write` returns."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8", newline="") as file:
-            found: int = write(file)
+            found = write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -224,7 +224,7 @@ class DetectionPipeline(DensePipeline):
         ids = self.categories or tuple(range(1, len(made.classes) + 1))
         return replace(made, categories=ids)
 
-    def count_classes(self, model: Any) -> int:
+    def count_classes(self, model: MaskRCNN) -> int:
         """Return the outputs of the classifier without the background."""
         return int(model.roi_heads.box_predictor.cls_score.out_features) - 1
 
@@ -310,7 +310,7 @@ class DetectionPipeline(DensePipeline):
         _, again = found_again(wanted, got)
         return float(again.sum()), len(again)
 
-    def trace_logits(self, model: Any, images: Tensor) -> Tensor:
+    def trace_logits(self, model: MaskRCNN, images: Tensor) -> Tensor:
         """Return for each class the log-probability at the region with the highest one, (1, classes)."""
         maps = model.body(images)
         size = (images.shape[2], images.shape[3])

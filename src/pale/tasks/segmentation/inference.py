@@ -166,7 +166,7 @@ class SegmentationPipeline(DensePipeline):
         made = super().completed(model)
         return replace(made, colours=self.colours or tuple(palette(len(made.classes))))
 
-    def count_classes(self, model: Any) -> int:
+    def count_classes(self, model: UperNet) -> int:
         """Return the outputs of the classifier."""
         return int(model.decode.classifier.out_channels)
 
