@@ -132,8 +132,9 @@ class RPN(RegionProposalNetwork):
         anchors = self.anchor_generator(images, maps)[0]
         scores = torch.cat([s.permute(0, 2, 3, 1).flatten(1) for s in scores], 1)
         codes = torch.cat([c.permute(0, 2, 3, 1).reshape(b, -1, 4) for c in codes], 1)
-        every = anchors.expand(b, -1, -1).reshape(-1, 4)
-        boxes = self.box_coder.decode_single(codes.detach().reshape(-1, 4), every).view(b, -1, 4)
+        repeated = anchors.expand(b, -1, -1).reshape(-1, 4)
+        boxes = self.box_coder.decode_single(codes.detach().reshape(-1, 4), repeated)
+        boxes = boxes.view(b, -1, 4)
         regions, _ = self.filter_proposals(boxes, scores, images.image_sizes, levels)
         if not self.training:
             return regions, {}
@@ -180,15 +181,15 @@ class RPN(RegionProposalNetwork):
         positive, negative = sample_candidates(labels, random, self.samples, 0.5)
         chosen = positive | negative
         count = chosen.sum().clamp(min=1)
-        every = F.binary_cross_entropy_with_logits(
+        objectness = F.binary_cross_entropy_with_logits(
             scores, positive.float(), chosen.float(), reduction="sum"
         )
-        every_anchor = anchors.expand_as(boxes).reshape(-1, 4)
-        wanted = self.box_coder.encode_single(boxes.view(-1, 4), every_anchor).view_as(codes)
+        repeated = anchors.expand_as(boxes).reshape(-1, 4)
+        wanted = self.box_coder.encode_single(boxes.view(-1, 4), repeated).view_as(codes)
         # Codes of anchors without an object may be NaN or Inf; they must not contribute.
         wanted = torch.where(positive[..., None], wanted, codes.detach())
         box = F.l1_loss(codes, wanted, reduction="sum")
-        return {"objectness": every / count, "proposal": box / count}
+        return {"objectness": objectness / count, "proposal": box / count}
 
 
 class PyramidRoIAlign(nn.Module):
@@ -236,17 +237,16 @@ class Regions(RoIHeads):
         if self.training:
             assert targets is not None
             return [], self.losses(maps, proposals, targets)
-        scores, guesses = self.classify(maps, numbered(proposals))
-        boxes, confidence, classes = self.postprocess_detections(
-            scores, guesses, proposals, image_shapes
-        )
+        logits, codes = self.classify(maps, numbered(proposals))
+        boxes, scores, classes = self.postprocess_detections(logits, codes, proposals, image_shapes)
         found = [
             {"boxes": b, "labels": c, "scores": s}
-            for b, c, s in zip(boxes, classes, confidence, strict=True)
+            for b, c, s in zip(boxes, classes, scores, strict=True)
         ]
         if self.has_mask():
-            logits = self._masks(maps, numbered(boxes))
-            own = logits[torch.arange(len(logits), device=logits.device), torch.cat(classes)]
+            masks_by_class = self._masks(maps, numbered(boxes))
+            places = torch.arange(len(masks_by_class), device=masks_by_class.device)
+            own = masks_by_class[places, torch.cat(classes)]
             for entry, masks in zip(
                 found, own.sigmoid().split([len(b) for b in boxes]), strict=True
             ):
@@ -281,17 +281,18 @@ class Regions(RoIHeads):
         """Return sampled regions (n, 5), their classes, box codes, and the index of their object in its image."""
         device = proposals[0].device
         counts = torch.tensor([len(p) for p in proposals]).to(device, non_blocking=True)
-        every = pad_sequence([p.float() for p in proposals], batch_first=True)
-        places = torch.arange(every.shape[1], device=device).expand(len(every), -1)
+        candidates = pad_sequence([p.float() for p in proposals], batch_first=True)
+        places = torch.arange(candidates.shape[1], device=device).expand(len(candidates), -1)
         known = torch.cat([places < counts[:, None], objects.known], 1)
         # Objects are numbered after the proposals of their image, so that sampling does not depend on other images.
         own = torch.arange(objects.known.shape[1], device=device) + counts[:, None]
-        places, every = torch.cat([places, own], 1), torch.cat([every, objects.boxes], 1)
-        labels, which = match_regions(objects, every, known)
+        places = torch.cat([places, own], 1)
+        candidates = torch.cat([candidates, objects.boxes], 1)
+        labels, which = match_regions(objects, candidates, known)
         random = random_keys(None if objects.seeds is None else objects.seeds ^ 1, places)
         positive, negative = sample_candidates(labels, random, self.samples, 0.25)
         image, place = (positive | negative).nonzero().unbind(1)
-        boxes, which = every[image, place], which[image, place]
+        boxes, which = candidates[image, place], which[image, place]
         codes = self.box_coder.encode_single(objects.boxes[image, which], boxes)
         return torch.cat([image[:, None].to(boxes), boxes], 1), labels[image, place], codes, which
 
@@ -346,13 +347,13 @@ class MaskRCNN(nn.Module):
         self.rpn = RPN(
             Anchors(strides, heads.anchor),
             FloatRPNHead(width, len(RATIOS)),
-            0.7,
-            0.3,
-            heads.rpn_samples,
-            0.5,
-            {"training": 2 * heads.proposals, "testing": heads.proposals},
-            {"training": heads.proposals, "testing": heads.proposals},
-            0.7,
+            fg_iou_thresh=0.7,
+            bg_iou_thresh=0.3,
+            batch_size_per_image=heads.rpn_samples,
+            positive_fraction=0.5,
+            pre_nms_top_n={"training": 2 * heads.proposals, "testing": heads.proposals},
+            post_nms_top_n={"training": heads.proposals, "testing": heads.proposals},
+            nms_thresh=0.7,
         )
         self.rpn.samples = heads.rpn_samples
         masks: dict[str, Any] = {}
@@ -367,21 +368,22 @@ class MaskRCNN(nn.Module):
             PyramidRoIAlign(strides[:-1], BOX_POOL),
             TwoMLPHead(width * BOX_POOL**2, heads.box_width),
             FloatBoxPredictor(heads.box_width, classes + 1),
-            0.5,
-            0.5,
-            heads.box_samples,
-            0.25,
-            None,
-            0.05,
-            0.5,
-            100,
+            fg_iou_thresh=0.5,
+            bg_iou_thresh=0.5,
+            batch_size_per_image=heads.box_samples,
+            positive_fraction=0.25,
+            bbox_reg_weights=None,
+            score_thresh=0.05,
+            nms_thresh=0.5,
+            detections_per_img=100,
             **masks,
         )
         self.roi_heads.samples = heads.box_samples
         # Layers that new classes replace; `load_into` reads this.
-        several = ["roi_heads.box_predictor"]
-        several += ["roi_heads.mask_predictor.mask_fcn_logits"] * heads.masks
-        self.pretrained_cfg = {"classifier": tuple(several), "background": 1}
+        classifiers = ["roi_heads.box_predictor"]
+        if heads.masks:
+            classifiers.append("roi_heads.mask_predictor.mask_fcn_logits")
+        self.pretrained_cfg = {"classifier": tuple(classifiers), "background": 1}
         init_heads(self)
 
     def forward(
