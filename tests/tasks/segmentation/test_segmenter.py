@@ -16,12 +16,12 @@ from pale.data.transforms.images import normalise
 from pale.data.transforms.resizing import fit_size
 from pale.tasks.segmentation.scaling import scaled_part
 from pale.tasks.segmentation.segmenter import (
-    Held,
     Inference,
-    Resized,
+    ResizedMap,
     Segmenter,
+    StoredMap,
     resize_image,
-    starts,
+    window_starts,
 )
 
 CLASSES = 4
@@ -173,7 +173,7 @@ def test_flipping_the_input_flips_the_output(model, mode):
 @given(st.integers(1, 200), st.integers(1, 60), st.data())
 def test_windows_cover_everything_and_stay_inside(size, window, data):
     stride = data.draw(st.integers(1, window))
-    found = starts(size, window, stride)
+    found = window_starts(size, window, stride)
     seen = np.zeros(size, int)
     for start in found:
         assert start >= 0
@@ -191,7 +191,7 @@ def test_a_block_of_a_resized_map_is_a_part_of_interpolate(h, w, to_h, to_w, dat
     whole = F.interpolate(source[None], (to_h, to_w), mode="bilinear", align_corners=False)[0]
     if data.draw(st.booleans()):  # whole rows go another way
         left, right = 0, to_w
-    block = Resized(Held(source), (to_h, to_w)).block(top, bottom, left, right)
+    block = ResizedMap(StoredMap(source), (to_h, to_w)).block(top, bottom, left, right)
     torch.testing.assert_close(block, whole[:, top:bottom, left:right], atol=1e-5, rtol=1e-4)
 
 

@@ -204,7 +204,7 @@ class SegmentationPipeline(DensePipeline):
     ) -> list[Prediction]:
         """Return the class of each pixel at the size of each image."""
         segmenter = Segmenter(model, self.test, len(self.classes))
-        labels = [x for part in parts(tensors, batch_size) for x in segmenter.several(part)]
+        labels = [x for part in parts(tensors, batch_size) for x in segmenter.segment_all(part)]
         return list(self.postprocess(labels, tensors, images, names))
 
     def postprocess(

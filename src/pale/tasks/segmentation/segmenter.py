@@ -5,7 +5,7 @@ of the image (bilinear) and turned into probabilities; the class with the larges
 result. Logits of overlapping windows are averaged. All this is as in mmsegmentation.
 
 A view is the image at one scale, flipped or not. With windows, no tensor of the size image x classes and no scaled or
-flipped copy of the image is allocated: each window is scaled from the image itself. A `Map` computes a block of
+flipped copy of the image is allocated: each window is scaled from the image itself. A `LogitMap` computes a block of
 logits on request. With a single view, blocks are requested from top to bottom, one band of columns after the other,
 and the map keeps the rows of windows that the next block needs. With several views, each computes a block in turn and
 keeps nothing: windows at the edge of a block run again for the next one, which costs time, but ten views need no more
@@ -87,7 +87,7 @@ class Inference(Settings):
 MULTI_SCALES = (0.75, 1.0, 1.25, 1.5, 1.75)
 
 
-class Map(Protocol):
+class LogitMap(Protocol):
     """Logits, (classes, h, w), that are read in blocks."""
 
     @property
@@ -99,8 +99,8 @@ class Map(Protocol):
 
 
 @dataclass
-class Held:
-    """Logits in memory."""
+class StoredMap:
+    """A map in memory."""
 
     logits: Tensor
 
@@ -115,10 +115,10 @@ class Held:
 
 
 @dataclass
-class Resized:
+class ResizedMap:
     """Another map at another size: bilinear, corners not aligned, equal to `F.interpolate` of the whole map."""
 
-    source: Map
+    source: LogitMap
     size: tuple[int, int]
 
     def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
@@ -150,10 +150,10 @@ def _neighbours(start: int, end: int, of: int, to: int) -> tuple[Tensor, Tensor,
 
 
 @dataclass
-class Flipped:
+class FlippedMap:
     """Another map, flipped horizontally."""
 
-    source: Map
+    source: LogitMap
 
     @property
     def size(self) -> tuple[int, int]:
@@ -166,7 +166,7 @@ class Flipped:
         return self.source.block(top, bottom, w - right, w - left).flip(-1)
 
 
-def starts(size: int, window: int, stride: int) -> list[int]:
+def window_starts(size: int, window: int, stride: int) -> list[int]:
     """Return the start positions of windows: every `stride`; the last window ends at the border."""
     if size <= window:
         return [0]
@@ -174,7 +174,7 @@ def starts(size: int, window: int, stride: int) -> list[int]:
     return [min(i * stride, size - window) for i in range(count)]
 
 
-class Sliding:
+class SlidingMap:
     """Mean logits of overlapping windows over the scaled image, row of windows after row of windows.
 
     Args:
@@ -182,7 +182,7 @@ class Sliding:
         image: not yet scaled.
         size: height and width to scale it to.
         flip: whether it is flipped horizontally.
-        how: settings of the windows.
+        settings: settings of the windows.
         keep: keep the rows of windows that the next block below needs; each band of columns starts at the top.
     """
 
@@ -192,23 +192,22 @@ class Sliding:
         image: Tensor,
         size: tuple[int, int],
         flip: bool,
-        how: Inference,
+        settings: Inference,
         keep: bool,
     ) -> None:
         self.model, self.image, self.size, self.flip = model, image, size, flip
-        self.how, self.keep = how, keep
+        self.settings, self.keep = settings, keep
         self.device = next(model.parameters()).device
-        self.h, self.w = (min(how.window, n) for n in self.size)
-        self.tops = starts(self.size[0], how.window, how.stride)
-        self.lefts = starts(self.size[1], how.window, how.stride)
+        self.h, self.w = (min(settings.window, n) for n in self.size)
+        self.tops = window_starts(self.size[0], settings.window, settings.stride)
+        self.lefts = window_starts(self.size[1], settings.window, settings.stride)
         self.band = (-1, -1)
         self._begin((0, 0))
 
     def _begin(self, band: tuple[int, int]) -> None:
         self.band, self.next, self.top = band, 0, 0
-        self.sums: Tensor | None = (
-            None  # (classes + 1, rows, band): sums of logits and number of windows, from row `top`
-        )
+        # Sums of logits and the number of windows, (classes + 1, rows, columns of the band), from row `top` on.
+        self.sums: Tensor | None = None
 
     def block(self, top: int, bottom: int, left: int, right: int) -> Tensor:
         """Run the windows that the block still needs, and free the rows above it."""
@@ -219,7 +218,7 @@ class Sliding:
         self.top = top
         while self.next < len(self.tops) and self.tops[self.next] < bottom:
             if self.tops[self.next] + self.h > top:
-                self._row(self.tops[self.next], bottom)
+                self._add_row(self.tops[self.next], bottom)
             self.next += 1
         assert self.sums is not None
         sums = self.sums[:, : bottom - top]
@@ -228,28 +227,30 @@ class Sliding:
         self.sums = None
         return sums[:-1].div_(sums[-1:])
 
-    def _row(self, top: int, bottom: int) -> None:
+    def _add_row(self, top: int, bottom: int) -> None:
+        """Run the row of windows that starts at `top`, and add their logits; without `keep`, above `bottom` only."""
         left, right = self.band
         end = top + self.h if self.keep else min(top + self.h, bottom)
         for lefts, logits in self._windows(top):
             for x, coarse in zip(lefts, logits, strict=True):
-                self._grow(len(coarse), (end if self.keep else bottom) - self.top)
+                self._extend_sums(len(coarse), (end if self.keep else bottom) - self.top)
                 assert self.sums is not None
                 a, b = max(x, left), min(x + self.w, right)
                 skip = max(0, self.top - top)  # rows above the block
                 part = self.sums[:, top + skip - self.top : end - self.top, a - left : b - left]
-                part[:-1] += self._enlarged(coarse, skip, end - top, a - x, b - x)
+                part[:-1] += self._resize_part(coarse, skip, end - top, a - x, b - x)
                 part[-1] += 1
 
-    def _enlarged(self, coarse: Tensor, top: int, bottom: int, left: int, right: int) -> Tensor:
+    def _resize_part(self, coarse: Tensor, top: int, bottom: int, left: int, right: int) -> Tensor:
         """Return a part of a window at full size; a small part is resized alone, as a window may be large."""
         if 2 * (bottom - top) * (right - left) < self.h * self.w:
-            return Resized(Held(coarse), (self.h, self.w)).block(top, bottom, left, right)
+            return ResizedMap(StoredMap(coarse), (self.h, self.w)).block(top, bottom, left, right)
         size = (self.h, self.w)
         window = F.interpolate(coarse[None], size, mode="bilinear", align_corners=False)[0]
         return window[:, top:bottom, left:right]
 
-    def _grow(self, classes: int, rows: int) -> None:
+    def _extend_sums(self, classes: int, rows: int) -> None:
+        """Append rows of zeros until there are `rows`."""
         held = 0 if self.sums is None else self.sums.shape[1]
         if rows > held:
             more = torch.zeros(
@@ -261,12 +262,13 @@ class Sliding:
         """Yield the windows of the row that overlap the band: their start, and the logits of the model."""
         left, right = self.band
         lefts = [x for x in self.lefts if x < right and x + self.w > left]
-        for i in range(0, len(lefts), self.how.windows):
-            some = lefts[i : i + self.how.windows]
-            pixels = torch.stack([self._pixels(top, x) for x in some])
+        for i in range(0, len(lefts), self.settings.windows):
+            some = lefts[i : i + self.settings.windows]
+            pixels = torch.stack([self._window_pixels(top, x) for x in some])
             yield some, self.model(normalise(pixels)).float()
 
-    def _pixels(self, top: int, left: int) -> Tensor:
+    def _window_pixels(self, top: int, left: int) -> Tensor:
+        """Return the pixels of a window of the scaled image, (3, h, w)."""
         if self.flip:
             left = self.size[1] - left - self.w
         rows, columns = (top, top + self.h), (left, left + self.w)
@@ -279,29 +281,31 @@ class Segmenter:
 
     Args:
         model: returns logits of normalised images, at about a quarter of their size.
-        how: settings of inference.
+        settings: settings of inference.
         classes: number of classes.
     """
 
-    def __init__(self, model: nn.Module, how: Inference, classes: int) -> None:
-        self.model, self.how, self.classes = model, how, classes
+    def __init__(self, model: nn.Module, settings: Inference, classes: int) -> None:
+        self.model, self.settings, self.classes = model, settings, classes
         self.device = next(model.parameters()).device
 
     @torch.no_grad()
     def __call__(self, image: Tensor) -> Tensor:
         """Return the class of every pixel, uint8 (h, w) on the CPU, for a uint8 image (3, h, w)."""
         h, w = image.shape[1:]
-        return self._decide([Resized(map_, (h, w)) for map_ in self.maps(image)], h, w)
+        return self._predict_in_blocks(
+            [ResizedMap(map_, (h, w)) for map_ in self.maps(image)], h, w
+        )
 
     @torch.no_grad()
-    def several(self, images: Sequence[Tensor]) -> list[Tensor]:
+    def segment_all(self, images: Sequence[Tensor]) -> list[Tensor]:
         """Segment several images; with a single view, images of one size form batches."""
-        how = self.how
-        if how.mode == "slide" or how.flip or len(how.scales) > 1:
+        settings = self.settings
+        if settings.mode == "slide" or settings.flip or len(settings.scales) > 1:
             return [self(image) for image in images]
         own = [(image.shape[1], image.shape[2]) for image in images]
         seen = [
-            resize_image(x, fit_size(*s, how.short, how.long, how.scales[0]))
+            resize_image(x, fit_size(*s, settings.short, settings.long, settings.scales[0]))
             for x, s in zip(images, own, strict=True)
         ]
         out: list[Tensor] = [torch.empty(0)] * len(images)
@@ -311,11 +315,12 @@ class Segmenter:
                 normalise(torch.stack([seen[i] for i in same]).to(self.device))
             ).float()
             for i, held in zip(same, logits, strict=True):
-                map_ = Resized(Held(held), (size[0], size[1]))
-                out[i] = self._decide([Resized(map_, own[i])], *own[i])
+                map_ = ResizedMap(StoredMap(held), (size[0], size[1]))
+                out[i] = self._predict_in_blocks([ResizedMap(map_, own[i])], *own[i])
         return out
 
-    def _decide(self, maps: list[Resized], h: int, w: int) -> Tensor:
+    def _predict_in_blocks(self, maps: list[ResizedMap], h: int, w: int) -> Tensor:
+        """Return the class with the highest score of each pixel, uint8 (h, w)."""
         out = torch.empty(h, w, dtype=torch.uint8)
         rows, columns = self.blocks(h, w, len(maps))
         for left in range(0, w, columns):
@@ -330,11 +335,13 @@ class Segmenter:
     def probabilities(self, image: Tensor) -> Tensor:
         """Return mean probabilities, (classes, h, w), for an image small enough to hold them."""
         h, w = image.shape[1:]
-        maps = [Resized(map_, (h, w)) for map_ in self.maps(image)]
+        maps = [ResizedMap(map_, (h, w)) for map_ in self.maps(image)]
         mean: Tensor = sum(m.block(0, h, 0, w).softmax(0) for m in maps) / len(maps)  # type: ignore[assignment]
         return mean
 
-    def scores(self, maps: list[Resized], top: int, bottom: int, left: int, right: int) -> Tensor:
+    def scores(
+        self, maps: list[ResizedMap], top: int, bottom: int, left: int, right: int
+    ) -> Tensor:
         """Return the scores of the classes: logits of one view, or the sum of probabilities of several."""
         if len(maps) == 1:
             return maps[0].block(top, bottom, left, right)
@@ -348,43 +355,43 @@ class Segmenter:
 
         With windows they are at least half a window for any bound; otherwise each window would run too often.
         """
-        numbers = self.how.memory_mb * 2**20 // 4 // (self.classes + 1)
-        if self.how.mode != "slide":
+        numbers = self.settings.memory_mb * 2**20 // 4 // (self.classes + 1)
+        if self.settings.mode != "slide":
             return max(1, min(h, numbers // (4 * w))), w
-        least = self.how.window // 2
-        ratio = max(1.0, *(self._scaled(h, w, scale)[0] / h for scale in self.how.scales))
+        least = self.settings.window // 2
+        ratio = max(1.0, *(self._scaled(h, w, scale)[0] / h for scale in self.settings.scales))
         if maps == 1:
             # The map holds up to two windows' height of the band, twice while it grows; the block has a few copies.
-            columns = max(least, numbers // (6 * self.how.window)) / ratio
+            columns = max(least, numbers // (6 * self.settings.window)) / ratio
             return max(1, int(least / ratio)), min(w, max(1, int(columns)))
         # A window, the sum of the views, and of one view its block as scaled and resized by half in two copies.
-        area = max(0, numbers - self.how.window**2) / (1 + ratio**2 + 2 * ratio)
+        area = max(0, numbers - self.settings.window**2) / (1 + ratio**2 + 2 * ratio)
         columns = min(w, max(least, int(area / min(h, max(least, area**0.5)))))
         return min(h, max(least, int(area / columns))), columns
 
     def _scaled(self, h: int, w: int, scale: float) -> tuple[int, int]:
-        return fit_size(h, w, self.how.short, self.how.long, scale)
+        return fit_size(h, w, self.settings.short, self.settings.long, scale)
 
-    def maps(self, image: Tensor) -> Iterator[Map]:
+    def maps(self, image: Tensor) -> Iterator[LogitMap]:
         """Yield a map for each view, at the size of its scaled image."""
         h, w = image.shape[1:]
-        for scale in self.how.scales:
+        for scale in self.settings.scales:
             size = self._scaled(h, w, scale)
-            for flip in (False, True) if self.how.flip else (False,):
-                view = self.slide if self.how.mode == "slide" else self.whole
-                yield Flipped(view(image, size, True)) if flip else view(image, size, False)
+            for flip in (False, True) if self.settings.flip else (False,):
+                view = self.slide if self.settings.mode == "slide" else self.whole
+                yield FlippedMap(view(image, size, True)) if flip else view(image, size, False)
 
-    def slide(self, image: Tensor, size: tuple[int, int], flip: bool) -> Map:
+    def slide(self, image: Tensor, size: tuple[int, int], flip: bool) -> LogitMap:
         """Return the logits of the scaled image, computed by windows on request."""
-        only = len(self.how.scales) == 1 and not self.how.flip
-        return Sliding(self.model, image, size, flip, self.how, keep=only)
+        only = len(self.settings.scales) == 1 and not self.settings.flip
+        return SlidingMap(self.model, image, size, flip, self.settings, keep=only)
 
-    def whole(self, image: Tensor, size: tuple[int, int], flip: bool) -> Map:
+    def whole(self, image: Tensor, size: tuple[int, int], flip: bool) -> LogitMap:
         """Return the logits of the scaled image, computed in one piece."""
         scaled = resize_image(image, size)
         scaled = scaled.flip(-1) if flip else scaled
         logits = self.model(normalise(scaled[None].to(self.device))).float()[0]
-        return Resized(Held(logits), size)
+        return ResizedMap(StoredMap(logits), size)
 
 
 def resize_image(image: Tensor, size: tuple[int, int]) -> Tensor:
