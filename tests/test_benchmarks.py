@@ -14,18 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.scripts import FOLDER, import_scripts
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
 SIZE = (64, 64)
 
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("speeds", "segmentation_speed", "detection_speed")
-    for name in (*names, "common"):
-        sys.modules.pop(name, None)
-    return {name: __import__(name) for name in names}
+    names = "common", "speeds", "segmentation_speed", "detection_speed"
+    return import_scripts(monkeypatch, *names)
 
 
 @pytest.fixture

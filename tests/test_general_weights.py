@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from support.mixtures import SOURCES, mixture_recipe, write_mixture
+from support.scripts import import_scripts
 
 from pale.predict.bundle import load
 from pale.train.distributed import World
 from pale.train.loop import train
 from pale.weights import zoo
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("pretraining_sources", "planned_runs", "general_weights"):
-        sys.modules.pop(name, None)
-    return __import__("general_weights")
+    names = "pretraining_sources", "planned_runs", "general_weights"
+    return import_scripts(monkeypatch, *names)["general_weights"]
 
 
 @pytest.mark.slow

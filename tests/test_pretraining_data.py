@@ -17,20 +17,17 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.repositories import InlineExecutor, commit, photo
+from support.scripts import import_scripts
 
 from pale.data.sources.shards import ShardFiles
 from pale.errors import DataError
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-NAMES = ("pretraining_data", "pretraining_images", "pretraining_sources")
+NAMES = ("pretraining_sources", "pretraining_images", "pretraining_data")
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in NAMES:
-        sys.modules.pop(name, None)
-    return __import__(NAMES[0])
+    return import_scripts(monkeypatch, *NAMES)["pretraining_data"]
 
 
 @pytest.fixture

@@ -14,25 +14,17 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from support.scripts import TRANSFER, import_scripts
 
 import pale
 from pale.core.settings import vary
 from pale.train.optim import make_optimizer
 from pale.weights.write import save_weights
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-NAMES = (
-    *("pretraining_sources", "pretraining_images", "pretraining_data", "planned_runs"),
-    *("transfer_sets", "transfer_data", "transfer_plan", "transfer"),
-)
-
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in NAMES:
-        sys.modules.pop(name, None)
-    return {name: __import__(name) for name in NAMES}
+    return import_scripts(monkeypatch, *TRANSFER)
 
 
 def contenders(scripts: dict[str, ModuleType]) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import struct
-import sys
 import tarfile
 import zlib
 from collections import Counter
@@ -16,24 +15,16 @@ from typing import Any
 
 import pytest
 from support.repositories import InlineExecutor, commit, photo
+from support.scripts import TRANSFER, import_scripts
 
 from pale.data.sources.coco import CocoFiles
 from pale.data.sources.images import read_folder
 from pale.errors import DataError
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-NAMES = (
-    *("pretraining_sources", "pretraining_images", "pretraining_data", "planned_runs"),
-    *("transfer_sets", "transfer_data", "transfer_plan", "transfer"),
-)
-
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name in NAMES:
-        sys.modules.pop(name, None)
-    found = {name: __import__(name) for name in NAMES}
+    found = import_scripts(monkeypatch, *TRANSFER)
     monkeypatch.setattr(found["transfer_data"], "ProcessPoolExecutor", InlineExecutor)
     return found
 
