@@ -67,7 +67,7 @@ class Config:
     block_n: int  # keys of a step
     warps: int = 4
     stages: int = 1
-    per: int = 1  # heads that a program processes in sequence, if there are enough programs
+    max_heads: int = 1  # that a program processes in sequence, if there are enough programs
     registers: int | None = None  # maximum number of registers per thread
 
 
@@ -139,7 +139,7 @@ class Plan:
         """Return BLOCK_T, the block for the last tokens of a group, which do not fill a block of `block`."""
         return 16 if max(n % block for n in self.tokens()) <= 16 else block
 
-    def per(self, limit: int, groups: int) -> int:
+    def heads_per_program(self, limit: int, groups: int) -> int:
         """Return the heads per program: all by rows or all by columns, with enough programs for a large GPU."""
         span = self.heads // 2 if self.scope == "parallel" else self.heads
         limit = min(limit, max(1, self.b * groups * self.heads // PROGRAMS))
@@ -174,7 +174,7 @@ class Plan:
                 replace(self, b=len(some[0])).launch(name, config, some, **same)  # type: ignore[arg-type]
             return
         groups = max(x.n for x in self.lines("parallel" if self.pale else self.scope))
-        per = self.per(config.per, groups) if config.per > 1 else 1
+        per = self.heads_per_program(config.max_heads, groups) if config.max_heads > 1 else 1
         align = 16 // self.dtype.itemsize
         strides = [s // align for x in tensors[:inputs] for s in x.stride()[:4]]
         split = {"row": self.heads, "column": 0}.get(self.scope, self.heads // 2)
@@ -221,7 +221,7 @@ def _choose_wide(whole: int | None) -> Configs:
     """Return configurations for more than 32 channels per head; `whole` is the block of a group in one block."""
     step_q, step_kv = Config(64, 32, stages=3), Config(32, 64, stages=3)
     if whole is not None and whole <= 64:
-        groups = Config(whole, whole, stages=2, per=8), Config(whole, whole)
+        groups = Config(whole, whole, stages=2, max_heads=8), Config(whole, whole)
         return Configs(step_q, step_q, step_kv, *groups)
     if whole == 128:
         return Configs(step_q, step_q, step_kv, None, Config(128, 128, warps=8))
@@ -232,10 +232,10 @@ def _choose_narrow(plan: Plan, whole: int | None, registers: int | None) -> Conf
     """Return configurations for at most 32 channels per head."""
     forward_group = backward_group = None
     if whole is not None and whole <= 64:
-        forward_group = Config(whole, whole, stages=3, per=8)
+        forward_group = Config(whole, whole, stages=3, max_heads=8)
         backward_group = Config(whole, whole)
     elif whole == 128:
-        forward_group = Config(64, 128, stages=2, per=4, registers=registers)
+        forward_group = Config(64, 128, stages=2, max_heads=4, registers=registers)
         backward_group = Config(128, 128, warps=8, registers=registers)
     many = max(plan.tokens()) > 256
     step_q = Config(64, 64, stages=3) if many else Config(64, 32, stages=4)
