@@ -465,11 +465,11 @@ class Trainer:
                 self.settle()  # waits for the device, so that the time of its steps is included
                 with clock.paused():
                     self.evaluate()
-            late = time.monotonic() - saved >= 60 * self.recipe.saving.every_minutes
+            overdue = time.monotonic() - saved >= 60 * self.recipe.saving.every_minutes
             # Clocks differ, and all processes must write their shards at the same step.
-            stop, late = self._agree(iterator, signals.received is not None, late)
+            stop, overdue = self._agree(iterator, signals.received is not None, overdue)
             self._check_writes()
-            if state.step == steps or (not stop and (late or self._saving_due())):
+            if state.step == steps or (not stop and (overdue or self._saving_due())):
                 self.settle()
                 with clock.paused():
                     self.save(wait=state.step == steps)
