@@ -50,6 +50,18 @@ def s3_port():
     server.stop()
 
 
+def s3_client(port: int):
+    import boto3
+
+    return boto3.client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        region_name="us-east-1",
+    )
+
+
 @pytest.fixture
 def proxy(s3_port, monkeypatch):
     found = Proxy(s3_port)
@@ -81,15 +93,7 @@ def photos(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def bucket(s3_port, photos) -> str:
-    import boto3
-
-    client = boto3.client(
-        "s3",
-        endpoint_url=f"http://127.0.0.1:{s3_port}",
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-        region_name="us-east-1",
-    )
+    client = s3_client(s3_port)
     client.create_bucket(Bucket="photos")
     for path in photos.rglob("*.*"):
         key = f"set/{path.relative_to(photos).as_posix()}"
@@ -344,8 +348,6 @@ def test_a_list_cannot_leave_its_folder_or_name_a_host(proxy, bucket, quick, mon
 @pytest.fixture(scope="module")
 def packed(s3_port, tmp_path_factory) -> Path:
     """Upload shards of three classes to s3://shards/set; return the local ones."""
-    import boto3
-
     root = tmp_path_factory.mktemp("tree")
     for split in ("train", "val"):
         for label in ("cat", "dog", "fox"):
@@ -354,13 +356,7 @@ def packed(s3_port, tmp_path_factory) -> Path:
                 Image.fromarray(pixels(20 + i, 24)).save(root / split / label / f"{i}.png")
     folder = root / "shards"
     assert main(["data", "pack", str(root), str(folder), "--shard-mb", "0.01"]) == 0
-    client = boto3.client(
-        "s3",
-        endpoint_url=f"http://127.0.0.1:{s3_port}",
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-        region_name="us-east-1",
-    )
+    client = s3_client(s3_port)
     client.create_bucket(Bucket="shards")
     for path in folder.iterdir():
         client.put_object(Bucket="shards", Key=f"set/{path.name}", Body=path.read_bytes())

@@ -172,7 +172,6 @@ class Store:
         folders = [self._path(address).rstrip("/")]
         while folders:
             folder = folders.pop()
-
             entries = self._repeat(f"{self.scheme}://{folder}", partial(self._list, folder))
             for entry in sorted(entries, key=lambda entry: str(entry["name"])):
                 if entry["type"] == "directory":
@@ -215,20 +214,19 @@ class Store:
 
     def _get(self, address: str, limit: int, file: IO[bytes], start: int | None = None) -> None:
         """Write the response of a web server to a file, and overwrite what an earlier attempt wrote."""
-        file.seek(0)
-        file.truncate()
         from fsspec.asyn import sync
 
+        file.seek(0)
+        file.truncate()
         system = self._files()
-        sync(system.loop, _get, system, address, limit, start, self.options.timeout, file)
+        sync(system.loop, _receive, system, address, limit, start, self.options.timeout, file)
 
     def _files(self) -> Any:
+        """Return fsspec's file system, which each process opens anew: connections do not survive a fork."""
         with self._lock:
             if self._system is None or self._process != os.getpid():
-                self._system, self._process = (
-                    _open_system(self.scheme, self.host, self.options),
-                    os.getpid(),
-                )
+                self._system = _open_system(self.scheme, self.host, self.options)
+                self._process = os.getpid()
             return self._system
 
     def _repeat(self, address: str, call: Callable[[], T]) -> T:
@@ -327,9 +325,10 @@ def _web_client(host: str, timeout: float) -> Callable[..., Awaitable[Any]]:
     return client
 
 
-async def _get(
+async def _receive(
     system: Any, address: str, limit: int, start: int | None, timeout: float, file: IO[bytes]
 ) -> None:
+    """Write the response to a request for an address to a file, from byte `start` on, at most `limit` bytes."""
     session = await system.set_session()
     headers = {} if start is None else {"Range": f"bytes={start}-{start + limit - 1}"}
     async with (
@@ -356,10 +355,9 @@ async def _get(
 
 def _failures(scheme: str) -> tuple[type[BaseException], ...]:
     """Return the exception classes of temporary failures."""
-    found: list[type[BaseException]] = [OSError, TimeoutError]
     import aiohttp
 
-    found.append(aiohttp.ClientError)
+    found: list[type[BaseException]] = [OSError, TimeoutError, aiohttp.ClientError]
     if scheme == "s3":
         import botocore.exceptions
 
