@@ -257,12 +257,12 @@ class TestCommand:
 
     def test_a_video_becomes_lines_and_a_film(self, made, tmp_path, capsys):
         av = pytest.importorskip("av", reason="videos need the extra video")
-        from pale.predict.video import Film, frames
+        from pale.predict.video import VideoWriter, frames
 
         clip = tmp_path / "clip.mp4"
         from fractions import Fraction
 
-        with Film(clip, Fraction(10)) as film:
+        with VideoWriter(clip, Fraction(10)) as film:
             for i in range(7):
                 film.add(Image.fromarray(np.roll(pixels(64, 48), 5 * i, 1)))
         assert [f.number for f in frames(clip, 3)] == [0, 3, 6]

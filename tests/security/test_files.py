@@ -199,9 +199,9 @@ def test_a_video_that_is_a_fifo_or_a_list_of_other_files_is_not_opened(
     pytest.importorskip("av", reason="videos need the extra video")
     from fractions import Fraction
 
-    from pale.predict.video import Film
+    from pale.predict.video import VideoWriter
 
-    with Film(tmp_path / "secret.mp4", Fraction(10)) as film:
+    with VideoWriter(tmp_path / "secret.mp4", Fraction(10)) as film:
         for i in range(3):
             film.add(Image.fromarray(np.roll(pixels(64, 48), 5 * i, 1)))
     (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile secret.mp4\n")
@@ -222,7 +222,7 @@ def test_frames_above_the_size_limit_are_not_decoded(weight_files, tmp_path, cap
 
     from pale.predict import video
 
-    with video.Film(tmp_path / "large.mp4", Fraction(10)) as film:
+    with video.VideoWriter(tmp_path / "large.mp4", Fraction(10)) as film:
         film.add(Image.fromarray(pixels(640, 480)))
     monkeypatch.setattr(video, "MAX_PIXELS", 640 * 480 - 1)
     words = [tmp_path / "large.mp4", "--weights", weight_files["classification"], "--device", "cpu"]
@@ -236,10 +236,10 @@ def test_videos_of_equal_stem_get_separate_outputs(weight_files, task, tmp_path,
     pytest.importorskip("av", reason="videos need the extra video")
     from fractions import Fraction
 
-    from pale.predict.video import Film
+    from pale.predict.video import VideoWriter
 
     for suffix in ("mp4", "mov"):
-        with Film(tmp_path / f"clip.{suffix}", Fraction(10)) as film:
+        with VideoWriter(tmp_path / f"clip.{suffix}", Fraction(10)) as film:
             film.add(Image.fromarray(pixels(64, 48)))
     words = [tmp_path / "clip.mp4", tmp_path / "clip.mov", "--weights", weight_files[task]]
     code, *_ = run(capsys, "predict", *words, "-o", tmp_path / "out", "--device", "cpu")

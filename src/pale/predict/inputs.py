@@ -16,7 +16,7 @@ from ..errors import SettingsError
 from ..tasks.prediction import Prediction
 from .files import Folder
 from .predictor import Failed, Predictor
-from .video import SUFFIXES, Film, frames, read_about
+from .video import SUFFIXES, VideoWriter, frames, read_video_info
 
 # A prediction or a failure, and for a frame of a video its number and time.
 Result = tuple[Prediction | Failed, dict[str, Any] | None]
@@ -112,9 +112,9 @@ def _predict_video(
     """Yield the prediction of each frame; write a video of the drawn frames beside the other results."""
     name = display_name(path)
     try:
-        about = read_about(path)
+        about = read_video_info(path)
         target = (folder.path if folder else Path()) / f"{display_name(stem)}_predicted.mp4"
-        with Film(target, about.rate / every) as film:
+        with VideoWriter(target, about.rate / every) as film:
             total = about.frames // every
             for frame in track(frames(path, every), display_name(path.name), total):
                 prediction = predictor(frame.image, name)

@@ -45,7 +45,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Read:
+class DecodedImage:
     """A decoded image and the model input; the latter is None if it could not be prepared."""
 
     name: str
@@ -54,7 +54,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingImage:
     """An image that was opened in advance.
 
     Attributes:
@@ -65,7 +65,7 @@ class Waiting:
 
     name: str
     pixels: int
-    found: Opened | Read | Failed | Future[Read | Failed]
+    found: Opened | DecodedImage | Failed | Future[DecodedImage | Failed]
 
 
 class Predictor:
@@ -178,8 +178,8 @@ class Predictor:
     def _stream(
         self, images: Iterator[tuple[ImageLike | Failed, str]], readers: ThreadPoolExecutor
     ) -> Iterator[Prediction | Failed]:
-        opening: deque[Future[list[Waiting]]] = deque()
-        waiting: deque[Waiting] = deque()
+        opening: deque[Future[list[PendingImage]]] = deque()
+        waiting: deque[PendingImage] = deque()
         batches = 1 + self._decodes_ahead()
 
         def decode_next() -> Iterator[Prediction | Failed]:
@@ -214,36 +214,36 @@ class Predictor:
         """
         return self.device.type != "cpu" or _cores() >= torch.get_num_threads() + READERS
 
-    def _open(self, loaded: ImageLike | Failed, name: str) -> Waiting:
+    def _open(self, loaded: ImageLike | Failed, name: str) -> PendingImage:
         """Read a small image; only open a larger one, which must wait for memory."""
         if isinstance(loaded, Failed):
-            return Waiting(name, 0, loaded)
+            return PendingImage(name, 0, loaded)
         try:
             opened = open_any(loaded, name)
         except (ValueError, OSError) as error:
-            return Waiting(name, 0, _failed(name, error))
+            return PendingImage(name, 0, _failed(name, error))
         small = 0 < opened.pixels <= MAX_HELD // (SMALL_SHARE * self.batch_size)
-        return Waiting(name, opened.pixels, self._read(opened, name) if small else opened)
+        return PendingImage(name, opened.pixels, self._read(opened, name) if small else opened)
 
-    def _read(self, opened: Opened, name: str) -> Read | Failed:
+    def _read(self, opened: Opened, name: str) -> DecodedImage | Failed:
         """Decode an image and prepare it; if preparing fails, `_safely` repeats it and returns the reason."""
         try:
             image = opened.decode()
         except (ValueError, OSError) as error:
             return _failed(name, error)
         try:
-            return Read(name, image, self.prepare(image))
+            return DecodedImage(name, image, self.prepare(image))
         except (ValueError, RuntimeError, MemoryError, ArithmeticError):
-            return Read(name, image, None)
+            return DecodedImage(name, image, None)
 
-    def _next(self, waiting: deque[Waiting]) -> Iterator[Prediction | Failed]:
+    def _next(self, waiting: deque[PendingImage]) -> Iterator[Prediction | Failed]:
         """Predict the next batch."""
         part = [waiting.popleft().found for _ in range(min(self.batch_size, len(waiting)))]
         found = [each.result() if isinstance(each, Future) else each for each in part]
-        predicted = iter(self._safely([each for each in found if isinstance(each, Read)]))
+        predicted = iter(self._safely([each for each in found if isinstance(each, DecodedImage)]))
         yield from (each if isinstance(each, Failed) else next(predicted) for each in found)
 
-    def _safely(self, read: Sequence[Read]) -> list[Prediction | Failed]:
+    def _safely(self, read: Sequence[DecodedImage]) -> list[Prediction | Failed]:
         """Predict all together; if that fails, one by one."""
         images, names, tensors = (
             [getattr(r, n) for r in read] for n in ("image", "name", "tensor")

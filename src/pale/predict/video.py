@@ -40,14 +40,14 @@ class Frame:
 
 def frames(path: Path, every: int = 1) -> Iterator[Frame]:
     """Yield every n-th frame, n = `every`; only the current frame is held in memory."""
-    with _opened(path) as file:
+    with _open_video(path) as file:
         for number, frame in enumerate(file.decode(video=0)):
             if number % every == 0:
                 yield Frame(number, float(frame.time or 0), frame.to_image())
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_video(path: Path) -> Iterator[Any]:
     """Open a video file with a stream of images; a damaged file raises an `UnreadableImageError`."""
     av, name = _av(), display_name(path)
     try:
@@ -71,22 +71,22 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class About:
+class VideoInfo:
     """The header of a video: frames per second, and number of frames, 0 if not known."""
 
     rate: Fraction
     frames: int
 
 
-def read_about(path: Path) -> About:
+def read_video_info(path: Path) -> VideoInfo:
     """Read the header of a video, without decoding a frame."""
-    with _opened(path) as file:
+    with _open_video(path) as file:
         stream = file.streams.video[0]
         rate = stream.average_rate or Fraction(DEFAULT_RATE)
-        return About(rate if 0 < rate <= MAX_RATE else Fraction(DEFAULT_RATE), stream.frames)
+        return VideoInfo(rate if 0 < rate <= MAX_RATE else Fraction(DEFAULT_RATE), stream.frames)
 
 
-class Film:
+class VideoWriter:
     """Writes images as an .mp4; images of another size are resized to that of the first."""
 
     def __init__(self, path: Path, rate: Fraction) -> None:
@@ -94,7 +94,7 @@ class Film:
         self._file: Any = None
         self._stream: Any = None
 
-    def __enter__(self) -> Film:
+    def __enter__(self) -> VideoWriter:
         return self
 
     def add(self, image: Image.Image) -> None:

@@ -163,7 +163,9 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
     """
     features, head = (getattr(model, f"forward_{part}", None) for part in ("features", "head"))
     if features is None or head is None:
-        raise WeightsError(_cannot(model, "it has no forward_features and forward_head"))
+        raise WeightsError(
+            _unsuitable_teacher(model, "it has no forward_features and forward_head")
+        )
     x = features(images)
     kind, prefix = layout(model, x)
     if kind == "NCHW":
@@ -173,7 +175,7 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
         x = x[:, prefix:].unflatten(1, (side, side))
     b, h, w, c = x.shape
     if h * w < 2:
-        raise WeightsError(_cannot(model, "its last map has a single position"))
+        raise WeightsError(_unsuitable_teacher(model, "its last map has a single position"))
     places = x.reshape(b * h * w, c)
     if kind == "NLC":  # repeated for all tokens that the head may select or average
         alone = places[:, None].expand(-1, prefix + 1, -1)
@@ -181,7 +183,9 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
         alone = places[:, None, None] if kind == "NHWC" else places[:, :, None, None]
     logits = head(alone)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != (b * h * w,):
-        raise WeightsError(_cannot(model, "its head returns no class scores for a single position"))
+        raise WeightsError(
+            _unsuitable_teacher(model, "its head returns no class scores for a single position")
+        )
     return logits.view(b, h, w, -1).permute(0, 3, 1, 2)
 
 
@@ -189,23 +193,23 @@ def layout(model: nn.Module, x: object) -> tuple[str, int]:
     """Return NCHW, NHWC or NLC, and the number of tokens before those of the map."""
     c = getattr(model, "num_features", None)
     if not isinstance(x, Tensor) or x.ndim not in (3, 4):
-        raise WeightsError(_cannot(model, "its features are not a map"))
+        raise WeightsError(_unsuitable_teacher(model, "its features are not a map"))
     if x.ndim == 4 and getattr(model, "output_fmt", None) in ("NCHW", "NHWC"):
         return str(model.output_fmt), 0
     if x.ndim == 4 and c in (x.shape[1], x.shape[3]):
         return "NCHW" if x.shape[1] == c else "NHWC", 0
     if x.ndim == 4 or x.shape[2] != c:
         raise WeightsError(
-            _cannot(model, f"its features are {tuple(x.shape)}, expected {c} channels")
+            _unsuitable_teacher(model, f"its features are {tuple(x.shape)}, expected {c} channels")
         )
     # Some models have a class token that they do not declare.
     for prefix in (int(getattr(model, "num_prefix_tokens", 0)), 1):
         if math.isqrt(n := x.shape[1] - prefix) ** 2 == n:
             return "NLC", prefix
-    raise WeightsError(_cannot(model, f"its {x.shape[1]} tokens do not form a square"))
+    raise WeightsError(_unsuitable_teacher(model, f"its {x.shape[1]} tokens do not form a square"))
 
 
-def _cannot(model: nn.Module, reason: str) -> str:
+def _unsuitable_teacher(model: nn.Module, reason: str) -> str:
     return (
         f"{type(model).__name__} cannot be a teacher of token labels: {reason}; use a convolutional network, "
         "a Swin, a ViT or a Pale Transformer"

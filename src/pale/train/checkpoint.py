@@ -110,10 +110,12 @@ def save_files(folder: Path, step: int, write: Callable[[Path], None], world: Wo
         _sync(folder)
 
     try:
-        _together(world, prepare)
-        _together(world, lambda: write(temporary))
-        parts = _together(world, sums)
-        _together(world, lambda: finish({name: e for part in parts for name, e in part.items()}))
+        _on_all_processes(world, prepare)
+        _on_all_processes(world, lambda: write(temporary))
+        parts = _on_all_processes(world, sums)
+        _on_all_processes(
+            world, lambda: finish({name: e for part in parts for name, e in part.items()})
+        )
     except Exception as error:
         if world.main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -128,7 +130,7 @@ def save_files(folder: Path, step: int, write: Callable[[Path], None], world: Wo
     return target
 
 
-def _together(world: World, action: Callable[[], T]) -> list[T]:
+def _on_all_processes(world: World, action: Callable[[], T]) -> list[T]:
     """Return the results of all processes; an error of one is raised on all, so that none waits forever."""
     result, error = None, None
     try:

@@ -26,7 +26,7 @@ from .distributed import World
 from .sharded import reshard
 
 
-class Share(Sampler[list[tuple[int, int]]]):
+class ShareSampler(Sampler[list[tuple[int, int]]]):
     """The validation keys of one process, in batches.
 
     Args:
@@ -73,8 +73,8 @@ class Evaluation:
         batch: images per batch.
         workers: reading processes; they are kept between evaluations, because starting them takes longer than
             evaluating a small set.
-        even: see `Share`.
-        only: see `Share`.
+        even: see `ShareSampler`.
+        only: see `ShareSampler`.
         protocol: protocol of the task; "" is the protocol of validation during training.
     """
 
@@ -90,7 +90,7 @@ class Evaluation:
     ) -> None:
         self.task, self.world, self.even, self.protocol = task, world, even, protocol
         data = task.val_data()
-        self.share = Share(len(data), batch, world, even, only)  # type: ignore[arg-type]
+        self.share = ShareSampler(len(data), batch, world, even, only)  # type: ignore[arg-type]
         pin = world.device.type == "cuda"
         self.loader = make_loader(data, self.share, task.collate, workers, pin, persistent=True)
 

@@ -42,7 +42,7 @@ STYLE = (PAGES / "demo.css").read_text() + charts.STYLE
 
 
 @dataclass(frozen=True)
-class Shown:
+class DemoPrediction:
     """A prediction with included weights."""
 
     entry: zoo.ZooEntry
@@ -81,13 +81,15 @@ def train_quickstart(run: Path, quiet: bool = False) -> Outcome:
         return train(get("quickstart"), run, world, quiet=quiet)
 
 
-def predictions(photo: Path) -> list[Shown]:
+def predictions(photo: Path) -> list[DemoPrediction]:
     """Return a prediction for every task with included weights."""
     found = []
     for task in TASKS:
         name = zoo.default_name(task)
         if name is not None:
-            found.append(Shown(zoo.get_entry(name), Predictor(name, task, device="cpu")(photo)))
+            found.append(
+                DemoPrediction(zoo.get_entry(name), Predictor(name, task, device="cpu")(photo))
+            )
     return found
 
 
@@ -139,7 +141,7 @@ def _header(photo: Path) -> str:
     )
 
 
-def _predictions(shown: Sequence[Shown]) -> str:
+def _predictions(shown: Sequence[DemoPrediction]) -> str:
     if not zoo.list_entries():
         return (
             "<h2>Predictions</h2><p>This installation contains no weights. Train a model: "
@@ -152,7 +154,7 @@ def _predictions(shown: Sequence[Shown]) -> str:
     )
 
 
-def _card(shown: Shown) -> str:
+def _card(shown: DemoPrediction) -> str:
     entry, prediction = shown.entry, shown.prediction
     facts = f"{entry.model}, {entry.params / 1e6:.1f} M parameters, {entry.bytes / 1e6:.1f} MB"
     return (
@@ -164,7 +166,7 @@ def _card(shown: Shown) -> str:
     )
 
 
-def _limits(wrong: Sequence[Shown], photo: Path) -> str:
+def _limits(wrong: Sequence[DemoPrediction], photo: Path) -> str:
     """Return the failures for the packaged photo, and what to expect of the packaged models."""
     entries = zoo.list_entries()
     if not entries:

@@ -56,7 +56,7 @@ def _require_equal_shapes(
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or extra:
         raise WeightsError(
-            f"{source} does not fit this model: {_some('missing', missing)}{_some('unknown', extra)}"
+            f"{source} does not fit this model: {_list_names('missing', missing)}{_list_names('unknown', extra)}"
             "was it trained with another model, attention or position?"
         )
     for name, expected in own.items():
@@ -68,7 +68,7 @@ def _require_equal_shapes(
             )
 
 
-def _some(kind: str, names: list[str]) -> str:
+def _list_names(kind: str, names: list[str]) -> str:
     if not names:
         return ""
     return f"{kind} {list_first(names, 3)}; "

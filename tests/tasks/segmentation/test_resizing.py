@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pale.tasks.segmentation.resizing import bilinear, by_products
+from pale.tasks.segmentation.resizing import bilinear, resize_by_products
 
 SIDE = st.integers(1, 23)
 
@@ -18,7 +18,7 @@ def test_values_and_gradients_equal_pytorch(h, w, rows, columns, last):
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     gradient = torch.randn(2, 3, rows, columns, dtype=torch.float64)
     found = []
-    for function in (by_products, lambda x, s: F.interpolate(x, s, mode="bilinear")):
+    for function in (resize_by_products, lambda x, s: F.interpolate(x, s, mode="bilinear")):
         leaf = x.clone().requires_grad_()
         y = function(leaf, (rows, columns))
         y.backward(gradient)
@@ -30,7 +30,7 @@ def test_values_and_gradients_equal_pytorch(h, w, rows, columns, last):
 def test_the_result_keeps_its_type_and_is_channels_last():
     x = torch.randn(2, 8, 5, 7, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.float16):
-        y = by_products(x, (10, 14))
+        y = resize_by_products(x, (10, 14))
     assert y.dtype is torch.bfloat16
     assert y.is_contiguous(memory_format=torch.channels_last)
     expected = F.interpolate(x.float(), (10, 14), mode="bilinear")

@@ -132,11 +132,13 @@ def cell_weights(places: Tensor, grid: tuple[int, int], stored: tuple[int, int])
     points = places[:, :, 0, None, None] * x + places[:, :, 1, None, None] * y[:, None]
     points = (points + places[:, :, 2, None, None]).unflatten(3, (-1, s)).unflatten(2, (-1, s))
     inside = ((points >= 0) & (points <= 1)).all(1)
-    across, down = (_hats(points[:, axis], size) for axis, size in ((0, stored[1]), (1, stored[0])))
+    across, down = (
+        _linear_weights(points[:, axis], size) for axis, size in ((0, stored[1]), (1, stored[0]))
+    )
     return torch.einsum("bhswtj,bhswti->bhwij", across, down * inside[..., None]) / s**2
 
 
-def _hats(points: Tensor, size: int) -> Tensor:
+def _linear_weights(points: Tensor, size: int) -> Tensor:
     """Return weights of linear interpolation between the centres of `size` cells in 0..1: (...) -> (..., size)."""
     at = (points * size - 0.5).clamp(0, size - 1)
     return (1 - (at[..., None] - torch.arange(size, device=points.device)).abs()).clamp(min=0)

@@ -53,7 +53,7 @@ def train_mixture(data: Data, seed: int) -> Mixture:
     """Return the training images of all sources."""
     members = []
     for source in _sources(data):
-        one = _only(data, source)
+        one = _source_settings(data, source)
         found = _tagged_train(one, seed) if source.labels == "multi" else one.train_source(seed)
         members.append(Member(source.name, found, source.weight))
     return Mixture(members, epoch=data.epoch)
@@ -74,7 +74,7 @@ def val_mixture(
     members = []
     for source in _sources(data):
         if source.evaluated:
-            one, names = _only(data, source), known.get(source.name)
+            one, names = _source_settings(data, source), known.get(source.name)
             multi = source.labels == "multi"
             found = _tagged_val(one, seed, names) if multi else one.val_source(seed, names)
             members.append(Member(source.name, found))
@@ -97,7 +97,7 @@ def _sources(data: Data) -> tuple[MixSource, ...]:
     return (MixSource(name="data", root=Path(), **shared),)
 
 
-def _only(data: Data, source: MixSource) -> Data:
+def _source_settings(data: Data, source: MixSource) -> Data:
     """Return the settings with this source as the only dataset."""
     own = Path(source.name) if source.root is None else source.root
     if data.root is None and not own.is_absolute() and address_of(own) is None:

@@ -173,7 +173,7 @@ class DetectionTask(Task):
         images = batch["images"]
         if step is not None and self.augment.distort:
             images = distort(images, batch["draws"])
-        images = framed(normalise(images), batch["sizes"])
+        images = clear_padding(normalise(images), batch["sizes"])
         if step is None:
             return batch | {"images": images}
         if frame := self.augment.crop_size:  # all batches have one size
@@ -288,7 +288,7 @@ def _metric(found: Sequence[Evaluated]) -> AveragePrecision:
     return metric
 
 
-def framed(images: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
+def clear_padding(images: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
     """Set the padding of images (b, 3, h, w) to zero."""
     ends = torch.tensor(sizes).to(images.device, non_blocking=True)
     rows, columns = (

@@ -53,7 +53,7 @@ class PyramidPooling(nn.Module):
             resize(cell(cell_means(x, n)), x)
             for n, cell in zip(self.pools, self.cells, strict=True)
         ]
-        return self.merge(joined([x, *means]))
+        return self.merge(concatenate([x, *means]))
 
 
 class UperNetHead(nn.Module):
@@ -75,11 +75,11 @@ class UperNetHead(nn.Module):
             levels[i] = levels[i] + resize(levels[i + 1], levels[i])
         finer = [smooth(x) for smooth, x in zip(self.smooth, levels, strict=False)]
         levels = [resize(x, levels[0]) for x in [*finer, levels[-1]]]
-        return self.fuse(joined(levels))
+        return self.fuse(concatenate(levels))
 
     def forward(self, maps: Sequence[Tensor], keep: Tensor | None = None) -> Tensor:
         """Return logits, (b, classes, h, w) of the finest map."""
-        return self.classifier(dropped(self.features(maps), keep))
+        return self.classifier(drop_channels(self.features(maps), keep))
 
 
 class FCNHead(nn.Module):
@@ -92,7 +92,7 @@ class FCNHead(nn.Module):
 
     def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
         """Return logits, (b, classes, h, w)."""
-        return self.classifier(dropped(self.conv(x), keep))
+        return self.classifier(drop_channels(self.conv(x), keep))
 
 
 class UperNet(nn.Module):
@@ -193,13 +193,13 @@ def resize(x: Tensor, like: Tensor) -> Tensor:
     return bilinear(x, like.shape[-2:])
 
 
-def joined(maps: Sequence[Tensor]) -> Tensor:
+def concatenate(maps: Sequence[Tensor]) -> Tensor:
     """Concatenate maps; channels last in memory, like those of the backbone: fast for convolutions on a GPU."""
     x = torch.cat(list(maps), 1)
     return x if any_size(*x.shape[2:]) else x.contiguous(memory_format=torch.channels_last)
 
 
-def dropped(x: Tensor, keep: Tensor | None) -> Tensor:
+def drop_channels(x: Tensor, keep: Tensor | None) -> Tensor:
     """Scale whole channels by `keep`, (b, c)."""
     return x if keep is None else x * keep[..., None, None].to(x.dtype)
 

@@ -16,11 +16,11 @@ from torch import Tensor
 def bilinear(x: Tensor, size: Sequence[int]) -> Tensor:
     """Resize (b, c, h, w) to (b, c, *size)."""
     if x.is_cuda and x.requires_grad:
-        return by_products(x, size)
+        return resize_by_products(x, size)
     return F.interpolate(x, tuple(size), mode="bilinear", align_corners=False)
 
 
-def by_products(x: Tensor, size: Sequence[int]) -> Tensor:
+def resize_by_products(x: Tensor, size: Sequence[int]) -> Tensor:
     """Resize by matrix products; the result is channels last in memory, and fastest if `x` is too."""
     b, c, h, w = x.shape
     with torch.autocast(x.device.type, enabled=False):
