@@ -34,6 +34,7 @@ OUTSIDE = {
     "benchmarks/results/small_data_h200.md": "results/small_data_h200.md",
     "benchmarks/results/small_data_h200.json": "results/small_data_h200.json",
     "benchmarks/results/small_data_h200.png": "results/small_data_h200.png",
+    "benchmarks/results/host_cost_cpu.md": "results/host_cost_cpu.md",
     "benchmarks/results/house.md": "results/house.md",
     "benchmarks/results/kills.md": "results/kills.md",
     "benchmarks/results/hostile.md": "results/hostile.md",

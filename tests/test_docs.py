@@ -169,6 +169,18 @@ def test_links_lead_somewhere(page):
             assert anchor in set(anchors(file.read_text())), f"{page.name}: {target}"
 
 
+def test_pages_outside_docs_that_the_site_links_to_are_part_of_it():
+    """The build itself, which fails too, is a slow test."""
+    (assigned,) = re.findall(
+        r"^OUTSIDE = (\{.*?^\})", (ROOT / "docs/hooks.py").read_text(), re.MULTILINE | re.DOTALL
+    )
+    outside = {ROOT / source for source in ast.literal_eval(assigned)}
+    for page in [*ROOT.glob("docs/*.md"), ROOT / "CHANGELOG.md"]:
+        for target in re.findall(r"\]\(([^)#:\s]+)[)#]", page.read_text()):
+            file = (page.parent / target).resolve()
+            assert file.is_relative_to(ROOT / "docs") or file in outside, f"{page.name}: {target}"
+
+
 def test_python_of_the_quickstart_runs():
     (code,) = fenced((ROOT / "docs/quickstart.md").read_text(), "python")
     scope = {}
