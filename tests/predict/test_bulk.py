@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -218,6 +219,45 @@ class TestParts:
         assert result.kept + result.predicted + result.failed == 23
         assert merge_parts(tmp_path).predicted == 22
         assert len(set(names(tmp_path / "predictions.jsonl"))) == 22
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["sigint", "sigterm"])
+    @pytest.mark.parametrize("place", ["plain", "rows"])
+    def test_a_signal_while_an_image_is_written_loses_nothing_of_it(
+        self, classifier, photos, tmp_path, number, place, monkeypatch
+    ):
+        """Its line without its rows in the CSV, or a count without its line, which merging refuses."""
+        kind = type(classifier(photos / "00.png"))
+        original, count = getattr(kind, place), 0
+
+        def interrupted(self):
+            nonlocal count
+            count += 1
+            if count == 6:
+                signal.raise_signal(number)
+            return original(self)
+
+        monkeypatch.setattr(kind, place, interrupted)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                run(classifier, photos, tmp_path, part_images=4)
+            assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        monkeypatch.undo()
+        assert run(classifier, photos, tmp_path, part_images=4).kept == 6
+        assert merge_parts(tmp_path).predicted == 22
+        with (tmp_path / "predictions.csv").open() as file:
+            assert len(list(csv.DictReader(file))) == 22 * 5
+
+    def test_an_error_while_an_image_is_written_leaves_no_part_without_its_rows(
+        self, classifier, photos, tmp_path, monkeypatch
+    ):
+        kind = type(classifier(photos / "00.png"))
+        monkeypatch.setattr(kind, "rows", lambda self: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            run(classifier, photos, tmp_path)
+        assert list(shard_folder(tmp_path, Shard()).iterdir()) == []
 
     @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "manifest"])
     def test_a_damaged_part_is_predicted_again(self, classifier, photos, tmp_path, damage):

@@ -226,6 +226,7 @@ class PartWriter:
     def __init__(self, folder: Path, number: int) -> None:
         self.folder, self.number = folder, number
         self.predicted = self.failed = 0
+        self.discarded = False
         self._names: set[str] = set()
         self._path = folder / f".part-{number:06d}-{_owner()}.writing"
         shutil.rmtree(self._path, ignore_errors=True)
@@ -282,6 +283,7 @@ class PartWriter:
 
     def discard(self) -> None:
         """Remove what was written."""
+        self.discarded = True
         for each in (self._output, self._failures):
             with suppress(OSError):
                 each.close()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
 import torch
@@ -105,30 +108,30 @@ def predict_shard(
     def commit() -> None:
         nonlocal writer, number
         if writer is not None:
-            part, writer = _guarded(writer.commit), None
+            part, writer = _write(writer, writer.commit), None
             number = int(part.path.name.rpartition("-")[2]) + 1
             on_part(part)
 
     try:
         for each in track(predictor.stream(missing), "predicting", 0):
-            if writer is None:
-                writer, started = _guarded(lambda: PartWriter(folder, number)), time.monotonic()
-            _guarded(lambda: _add(writer, each, output))  # noqa: B023
-            if isinstance(each, Failed):
-                result.failed += 1
-                result.failures += [each] * (len(result.failures) < MAX_FAILURES)
-            else:
-                result.predicted += 1
-            if writer.images >= part_images or time.monotonic() - started >= part_seconds:
-                commit()
-    except PartError:
-        if writer is not None:
-            writer.discard()
-        raise
+            with _uninterrupted():
+                if writer is None:
+                    writer, started = _guarded(lambda: PartWriter(folder, number)), time.monotonic()
+                _write(writer, lambda: _add(writer, each, output))  # noqa: B023
+                if isinstance(each, Failed):
+                    result.failed += 1
+                    result.failures += [each] * (len(result.failures) < MAX_FAILURES)
+                else:
+                    result.predicted += 1
+                if writer.images >= part_images or time.monotonic() - started >= part_seconds:
+                    commit()
     except BaseException:  # an interrupted job keeps its results so far
-        commit()
+        if writer is not None and not writer.discarded:
+            with _uninterrupted():
+                commit()
         raise
-    commit()
+    with _uninterrupted():
+        commit()
     images = result.predicted + result.failed + result.kept
     write_json(temporary := folder / ".done.json", {"images": images})
     os.replace(temporary, folder / "done.json")
@@ -188,6 +191,34 @@ def _add(writer: PartWriter, result: Prediction | Failed, output: Path) -> None:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
     writer.add(result)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM until the end of the block: an image half written would be lost or repeated."""
+    held: list[int] = []
+    before: dict[int, Any] = {}
+    try:
+        if current_thread() is main_thread():  # Python runs no handlers in others
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if (handler := signal.getsignal(number)) is not None:
+                    before[number] = handler
+                    signal.signal(number, lambda number, frame: held.append(number))
+        yield
+    finally:
+        for changed, handler in before.items():
+            signal.signal(changed, handler)
+        for received in held:
+            signal.raise_signal(received)
+
+
+def _write(writer: PartWriter, write: Callable[[], T]) -> T:
+    """Call a function that writes into a part; if it fails, the part is inconsistent and is discarded."""
+    try:
+        return _guarded(write)
+    except BaseException:
+        writer.discard()
+        raise
 
 
 def _guarded(write: Callable[[], T]) -> T:
