@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import pale
+from pale.errors import WeightsError
 from pale.weights.compare import load_into
 from pale.weights.read import PickleWarning, Weights, load_header, load_rest, load_weights
 from pale.weights.write import save_weights
@@ -79,6 +80,33 @@ def test_other_classes_need_a_new_head(tmp_path, model):
     load_into(other, found, "a.safetensors", new_head=True)
     assert torch.equal(other.head.fc.weight, head)
     assert torch.equal(other.stages[0].merge.conv.weight, model.stages[0].merge.conv.weight)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["head.fc.weight", "stages.0.merge.norm.bias"])
+def test_weights_with_nan_or_inf_are_refused(model, name, value):
+    """They predicted the last class with a probability of NaN, which is not valid JSON, without an error."""
+    tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    tensors[name].view(-1)[3] = value
+    other = pale.create_model("pale_nano", num_classes=5)
+    with pytest.raises(WeightsError, match=rf"a\.safetensors has NaN or Inf in {name}"):
+        load_into(other, Weights(tensors), "a.safetensors", new_head=False)
+    assert all(parameter.isfinite().all() for parameter in other.parameters())
+
+
+def test_buffers_may_be_infinite_and_integers_are_finite():
+    model = torch.nn.BatchNorm2d(3)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    load_into(model, Weights(model.state_dict()), "a.safetensors", new_head=False)
+    wrong = model.state_dict() | {"running_mean": torch.full((3,), torch.nan)}
+    with pytest.raises(WeightsError, match="NaN or Inf in running_mean"):
+        load_into(model, Weights(wrong), "a.safetensors", new_head=False)
+
+
+def test_a_classifier_without_dimensions_is_refused(model):
+    tensors = model.state_dict() | {"head.fc.bias": torch.tensor(1.0)}
+    with pytest.raises(WeightsError, match="holds weights for 1 classes, the data has 5"):
+        load_into(model, Weights(tensors), "a.safetensors", new_head=False)
 
 
 def test_position_maps_fit_another_size(model):

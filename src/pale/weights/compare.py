@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Set
 
 from torch import Tensor, nn
 
@@ -43,11 +44,27 @@ def load_into(
     for name in head:
         if name in tensors and tensors[name].shape != own[name].shape:
             raise WeightsError(
-                f"{source} holds weights for {len(tensors[name]) - background} classes, the data has "
+                f"{source} holds weights for {tensors[name].shape[:1].numel() - background} classes, the data has "
                 f"{len(own[name]) - background}; set model.new_head=true to load the backbone alone"
             )
     _require_equal_shapes(own, tensors, source)
+    _require_finite({name for name, _ in model.named_parameters()}, tensors, source)
     model.load_state_dict(tensors)
+
+
+def _require_finite(
+    parameters: Set[str], tensors: Mapping[str, Tensor], source: str | os.PathLike[str]
+) -> None:
+    """Raise `WeightsError` for NaN and Inf, with which every result is wrong; buffers may be infinite."""
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            continue
+        wrong = ~tensor.isfinite() if name in parameters else tensor.isnan()
+        if wrong.any():
+            raise WeightsError(
+                f"{source} has NaN or Inf in {name}, so all results would be wrong; the training diverged or the file "
+                "was converted wrongly: use other weights"
+            )
 
 
 def _require_equal_shapes(
