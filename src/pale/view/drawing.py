@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from ..core.fonts import prepare_labels
 from ..errors import SettingsError
 
 DOT, INK, FAINT = "#d7191c", "#1d2530", "#56606d"
@@ -37,9 +38,9 @@ def draw_text(
         line: pairs of tint ("" for none) and text.
     """
     # Supersampled, since the hinting of small letters spaces them unevenly.
-    font = ImageFont.load_default(SUPERSAMPLING * size)
+    font, texts = prepare_labels([text for _, text in line], SUPERSAMPLING * size)
     side = -round(font.getbbox("H", anchor="ls")[1] / SUPERSAMPLING)
-    for tint, text in line:
+    for (tint, _), text in zip(line, texts, strict=True):
         if tint:
             image.paste(tint, (x, y, x + side, y + side))
             x += round(1.4 * side)

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
+from ...core.fonts import prepare_labels
 from ...core.progress import Track, no_progress
 from ..decoding import read_image
 from ..reading import SUFFIXES, UNSUPPORTED_SUFFIXES, UnreadableImageError, display_name
@@ -33,6 +34,7 @@ UNEVEN = 10  # ratio of the largest to the smallest class above which it is repo
 COLUMNS = 8  # images of a class on the contact sheet
 TILE = 96  # pixels of an image on the contact sheet
 TITLE = 14  # pixels of a class name on the contact sheet
+TITLE_FONT = 10  # size of its font
 
 Reader = Callable[[], Image.Image]
 
@@ -340,9 +342,10 @@ def draw_contact_sheet(root: Path, split: str, path: Path, rows: int = 12) -> st
     classes = list(readers)[:rows]
     canvas = Image.new("RGB", (COLUMNS * TILE, len(classes) * (TILE + TITLE)), "white")
     draw = ImageDraw.Draw(canvas)
+    font, titles = prepare_labels(classes, TITLE_FONT)
     for row, label in enumerate(classes):
         top = row * (TILE + TITLE)
-        draw.text((2, top), label, fill="black")
+        draw.text((2, top), titles[row], fill="black", font=font)
         images = readers[label]
         # Spread over the class, because consecutive images are often similar.
         chosen = np.linspace(0, len(images) - 1, min(COLUMNS, len(images))).astype(int)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from ...core.fonts import prepare_labels
 from ..prediction import MAX_DRAWN_SIDE, drawable
 
 INK, PAPER, BAR = (38, 42, 51), (250, 250, 247), (60, 118, 160)
@@ -25,17 +26,17 @@ def draw_bars(image: Image.Image, scores: Mapping[str, float]) -> Image.Image:
     image, shown = drawable(image), list(scores.items())[:MAX_BARS]
     width = max(image.width, MIN_WIDTH)
     line = max(MIN_LINE, min(width, 4 * MAX_DRAWN_SIDE // MAX_BARS) // LINES_IN_WIDTH)
-    font = ImageFont.load_default(round(0.7 * line))
+    texts = [f"{100 * p:.1f} %  {name}" for name, p in shown]
+    font, texts = prepare_labels(texts, round(0.7 * line))
     height = round(line * (len(shown) + 0.6))
     canvas = Image.new("RGB", (width, image.height + height), PAPER)
     canvas.paste(image, ((width - image.width) // 2, 0))
     pen = ImageDraw.Draw(canvas)
-    for i, (name, p) in enumerate(shown):
+    for i, ((_, p), text) in enumerate(zip(shown, texts, strict=True)):
         top = image.height + round(line * (i + 0.3))
         end = 0.03 * width + 0.4 * width * p
         pen.rectangle((0.03 * width, top + 0.15 * line, end, top + 0.85 * line), fill=BAR)
-        words = f"{100 * p:.1f} %  {name}"
-        pen.text((0.46 * width, top + 0.05 * line), words, INK, font)
+        pen.text((0.46 * width, top + 0.05 * line), text, INK, font)
     return canvas
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from ...core.fonts import Font, prepare_labels
 from ...data import rle
 from ...data.sources.class_list import Colour, palette
 from ..prediction import Json
@@ -41,18 +42,19 @@ def overlay(
             _tint(canvas, entry, colour)
     draw = ImageDraw.Draw(canvas)
     line = max(1, round(min(image.size) / 250))
-    font = ImageFont.load_default(max(10, min(image.size) // 32))
-    for entry, colour in zip(ordered, colours, strict=True):
+    texts = [_text(entry, names[place[entry["category_id"]]]) for entry in ordered]
+    font, texts = prepare_labels(texts, max(10, min(image.size) // 32))
+    for entry, colour, text in zip(ordered, colours, texts, strict=True):
         left, top, w, h = entry["bbox"]
         right, bottom = max(left, left + w - 1), max(top, top + h - 1)
         draw.rectangle((left, top, right, bottom), outline=colour, width=line)
-        text = names[place[entry["category_id"]]]
-        if "score" in entry:
-            text += f" {entry['score']:.2f}"
-        if entry.get("iscrowd"):
-            text += " (crowd)"
         _label(draw, (left, top), text, colour, font, image.size)
     return canvas
+
+
+def _text(entry: Json, name: str) -> str:
+    score = f" {entry['score']:.2f}" if "score" in entry else ""
+    return name + score + (" (crowd)" if entry.get("iscrowd") else "")
 
 
 def _bright(colour: Colour) -> Colour:
@@ -83,7 +85,7 @@ def _label(
     at: tuple[float, float],
     text: str,
     colour: Colour,
-    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
+    font: Font,
     size: tuple[int, int],
 ) -> None:
     left, top, right, bottom = draw.textbbox((0, 0), text, font=font)

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from ...core.fonts import prepare_labels
 from ...data.sources.class_list import IGNORED, Colour, Labels
 
 INK, PAPER = (38, 42, 51), (250, 250, 247)
@@ -74,16 +75,16 @@ def add_legend(image: Image.Image, colours: Mapping[str, Colour]) -> Image.Image
     w, h = image.size
     line = max(12, min(w, h) // 22)
     shown = list(colours.items())[: min(MAX_LEGEND, int(LEGEND_SHARE * h / line))]
-    font = ImageFont.load_default(round(0.75 * line))
-    widest = max((font.getlength(name) for name, _ in shown), default=w)
+    font, texts = prepare_labels([name for name, _ in shown], round(0.75 * line))
+    widest = max(map(font.getlength, texts), default=w)
     width = round(1.6 * line + min(widest, LEGEND_SHARE * w))
     if not shown or width > w:
         return image
     panel = Image.new("RGB", (width, line * len(shown)), PAPER)
     pen = ImageDraw.Draw(panel)
-    for i, (name, colour) in enumerate(shown):
+    for i, ((_, colour), text) in enumerate(zip(shown, texts, strict=True)):
         top = i * line
         pen.rectangle((0.2 * line, top + 0.2 * line, line, top + 0.8 * line), colour)
-        pen.text((1.3 * line, top + 0.05 * line), name, INK, font)
+        pen.text((1.3 * line, top + 0.05 * line), text, INK, font)
     image.paste(panel, (0, 0))
     return image
