@@ -113,6 +113,7 @@ def test_photos_in_unsupported_formats_are_listed_by_check_and_predict(capsys, t
     (root / "red" / "phone.HEIC").write_bytes(b"x")
     Image.new("RGB", (36, 36)).save(root / "red" / "web.avif")
     (root / "red" / "notes.txt").write_text("x")
+    (root / "red" / "._phone.jpg").write_text("x")  # macOS writes such files
     found = {p.kind: p for p in check_images(root, workers=1).problems}
     assert found["format not supported"].items == ["red/phone.HEIC", "red/web.avif"]
     assert found["format not supported"].serious
@@ -126,6 +127,7 @@ def test_photos_in_unsupported_formats_are_listed_by_check_and_predict(capsys, t
         assert f"{name}: cannot be read as an image (unknown format; supported are JPEG" in printed
     assert "12 of 14 images" in printed.replace("\n", " ")
     assert "notes" not in printed
+    assert "._phone" not in printed
     names = [display_name(item.name) for item in local_items([root])]
     assert {"photos/red/phone.HEIC", "photos/red/web.avif"} <= {
         f"photos/{n.rpartition('photos/')[2]}" for n in names

@@ -82,6 +82,15 @@ def test_postscript_under_another_name_starts_nothing(ghostscript, tmp_path, rea
     assert not ghostscript.exists()
 
 
+@pytest.mark.parametrize("read", [read_image, image_size, lambda p: read_mask(p, CLASSES)])
+def test_an_empty_file_is_named_as_such(tmp_path, read):
+    (tmp_path / "x.png").touch()
+    with pytest.raises(
+        UnreadableImageError, match=r"x\.png: cannot be read as .*the file is empty"
+    ):
+        read(tmp_path / "x.png")
+
+
 @pytest.mark.parametrize("format", ["PPM", "TGA", "PCX", "ICO", "EPS", "PDF", "SGI", "DDS"])
 def test_formats_beside_the_named_ones_are_not_read(tmp_path, format):
     Image.new("RGB", (32, 32)).save(tmp_path / "x.png", format)

@@ -101,6 +101,7 @@ class TestItems:
             for item in found:
                 tar.add(photos / item.name, item.name)
             tar.add(photos / "notes.md", "notes.md")
+            tar.add(photos / "notes.md", "inner/._0.png")  # hidden; macOS writes such files
         packed = list(local_items([tmp_path / "all.tar"]))
         assert [item.name for item in packed] == [f"all.tar/{item.name}" for item in found]
         for one, two, three in zip(found, listed, packed, strict=True):

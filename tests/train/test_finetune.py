@@ -161,6 +161,9 @@ def test_masks_and_annotations_are_recognised_without_splits(tmp_path):
     assert found.settings["model.heads.masks"] is False
     task = plan({"data.root": str(objects)})[0].task()
     assert (len(task.train_source), len(task.val_source)) == (4, 1)
+    (objects / "images").rename(objects / "photos 2024")
+    assert recognise(objects, {}).settings["data.images"] == "photos 2024"
+    (objects / "photos 2024").rename(objects / "images")
     # A missing image is an error, or left out.
     missing = task.train_source.name(0)
     (objects / "images" / missing.rpartition("/")[2]).unlink()
@@ -168,7 +171,7 @@ def test_masks_and_annotations_are_recognised_without_splits(tmp_path):
         plan({"data.root": str(objects)})[0].task()
     task = plan({"data.root": str(objects), "data.unreadable": "skip"})[0].task()
     assert len(task.train_source) == 3
-    assert any("1 unreadable images are left out" in note for note in task.data_notes)
+    assert any("1 unreadable image is left out" in note for note in task.data_notes)
 
 
 def test_images_without_class_folders_and_a_missing_root_are_explained(tmp_path):

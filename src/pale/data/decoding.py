@@ -16,6 +16,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from .reading import (
     FORMAT_NAMES,
+    EmptyFileError,
     TooLargeError,
     UnreadableImageError,
     display_name,
@@ -108,7 +109,7 @@ def undecodable_content(
     if isinstance(error, TooLargeError):
         return UnreadableImageError(f"{name}: {error}; shrink or crop it")
     reason: object = error
-    if isinstance(error, UnidentifiedImageError):
+    if isinstance(error, UnidentifiedImageError) and not isinstance(error, EmptyFileError):
         reason = f"unknown format; supported are {FORMAT_NAMES}"
     elif isinstance(error, MemoryError):
         reason = "not enough memory"

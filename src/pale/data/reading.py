@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import IO, BinaryIO, TypeVar
 
-from PIL import Image, TiffImagePlugin
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
 from ..core.lists import list_first
 
@@ -45,6 +45,10 @@ T = TypeVar("T")
 
 class UnreadableImageError(ValueError):
     """An image file cannot be used; the message starts with its name."""
+
+
+class EmptyFileError(UnidentifiedImageError):
+    """A file without content, such as that of an interrupted download."""
 
 
 class TooLargeError(ValueError):
@@ -149,6 +153,10 @@ def open_image(file: IO[bytes], max_pixels: int | None = None) -> Image.Image:
     limit = MAX_PIXELS if max_pixels is None else max_pixels
     try:
         image = Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError:
+        if not file.seek(0, os.SEEK_END):
+            raise EmptyFileError("the file is empty") from None
+        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise TooLargeError(f"more than {limit:,} pixels ({error})") from None
     sides = [image.size]

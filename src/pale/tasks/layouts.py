@@ -15,7 +15,7 @@ from ..data.remote import address_of
 from ..data.sources.class_list import IGNORED
 from ..data.sources.label_formats import detect_format
 from ..data.sources.masks import MASK_SUFFIXES
-from ..data.sources.paths import missing_folder, walk_files
+from ..data.sources.paths import folder_names, missing_folder, walk_files
 from ..errors import DataError, SettingsError
 
 HOLD_OUT: dict[str, object] = {"data.hold_out": 0.2, "data.hold_out_by": "name"}
@@ -191,7 +191,8 @@ def _single_annotation(root: Path) -> Layout | None:
         )
     content = parse_json(read_text(single[0]))
     first = str(content["images"][0].get("file_name", ""))
-    folders = [name for name in (".", "images", "train") if (root / name / first).is_file()]
+    usual = (".", "images", "train", *folder_names(root))
+    folders = [name for name in usual if (root / name / first).is_file()]
     settings: dict[str, object] = {"data.annotations": str(single[0].relative_to(root))} | HOLD_OUT
     return _objects(single[0], settings | {"data.images": folders[0] if folders else "images"})
 

@@ -296,7 +296,7 @@ def _image_problems(images: Sequence[ImageCheck]) -> list[Problem]:
     missing = [image.missing for image in images if image.missing is not None]
     unusable = [image.unusable for image in images if image.unusable is not None]
     return [
-        Problem("missing images", True, "is the folder right?", missing),
+        Problem("missing images", True, "give the folder of the images: --images DIR", missing),
         Problem("unusable images", True, "repair or remove them", unusable),
     ]
 

@@ -245,7 +245,8 @@ def require_images(source: InstanceSource, threads: int) -> None:
         return
     if missing := files.missing(indices):
         raise ValueError(
-            f"{files.path.name} lists {first_of(missing)}, but there is no such image; is data.images right?"
+            f"{files.path.name} lists {first_of(missing)}, but there is no such image; give the folder of "
+            "the images: --data.images DIR"
         )
     problems = _header_problems(files, indices, threads)
     if bad := [reason for reason in problems if reason is not None]:

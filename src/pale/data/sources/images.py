@@ -343,7 +343,10 @@ def unreadable_images(reasons: Sequence[str]) -> UnreadableImageError:
 
 def skipped_note(reasons: Sequence[str]) -> str:
     """Return the line of the log about images that are left out."""
-    return f"{len(reasons)} unreadable images are left out: {reasons[0]}{_others(reasons)}"
+    number = (
+        "1 unreadable image is" if len(reasons) == 1 else f"{len(reasons)} unreadable images are"
+    )
+    return f"{number} left out: {reasons[0]}{_others(reasons)}"
 
 
 def _others(reasons: Sequence[str]) -> str:

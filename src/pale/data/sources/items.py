@@ -222,6 +222,11 @@ def is_file_name(name: str) -> bool:
     return is_image_name(name) or is_archive(name)
 
 
+def is_hidden(name: str) -> bool:
+    """Return whether a file is hidden, such as the `._photo.jpg` that macOS writes beside `photo.jpg`."""
+    return name.rpartition("/")[2].startswith(".")
+
+
 def _entries(source: Path) -> Iterator[tuple[str, str]]:
     """Yield the relative name and the path of each file of a source."""
     if source.is_dir():
@@ -231,7 +236,7 @@ def _entries(source: Path) -> Iterator[tuple[str, str]]:
                 "" if where == root else os.path.relpath(where, root).replace(os.sep, "/") + "/"
             )
             for name in names:
-                if is_file_name(name):
+                if is_file_name(name) and not is_hidden(name):
                     yield inside + name, os.path.join(where, name)
     elif source.suffix.lower() == LIST:
         with open_regular(source) as file:
@@ -280,7 +285,8 @@ def tar_items(path: str, name: str) -> Iterator[ImageItem]:
         with open_regular(path) as file:
             archive = OpenArchive(path)
             for member in tar_members(file):
-                if member.isreg() and is_image_name(member.name):
+                name_fits = is_image_name(member.name) and not is_hidden(member.name)
+                if member.isreg() and name_fits:
                     inside = display_name(f"{name}/{member.name}")
                     yield TarItem(inside, archive, member.offset_data, member.size)
     except (tarfile.TarError, ValueError, OSError) as error:

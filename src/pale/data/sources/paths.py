@@ -22,8 +22,9 @@ def require_root(root: Path | None) -> Path:
 
 
 def is_image_file(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> bool:
-    """Return whether a path is not a folder and has the suffix of an image."""
-    return path.suffix.lower() in suffixes and not path.is_dir()
+    """Return whether a path is neither hidden nor a folder, and has the suffix of an image."""
+    hidden = path.name.startswith(".")
+    return not hidden and path.suffix.lower() in suffixes and not path.is_dir()
 
 
 def missing_folder(path: Path) -> str:
@@ -70,7 +71,7 @@ def files_by_stem(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
 
 
 def find_images(paths: Sequence[Path]) -> list[tuple[Path, str]]:
-    """Return files, and all images in folders, with a unique name for the results of each.
+    """Return files, and all images in folders except hidden ones, with a unique name for the results of each.
 
     Images in formats that cannot be read are among them, so that they are reported.
     """

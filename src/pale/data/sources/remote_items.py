@@ -27,6 +27,7 @@ from .items import (
     distinct,
     is_archive,
     is_file_name,
+    is_hidden,
     list_names,
     own_archives,
     source_prefixes,
@@ -87,7 +88,7 @@ def _entries(store: Store, address: str) -> Iterator[tuple[str, str, int | None]
         found = False
         for each, size in store.find(address):
             inside = each.removeprefix(root)
-            if is_file_name(inside):
+            if is_file_name(inside) and not is_hidden(inside):
                 found = True
                 yield inside, each, size
         if not found:
