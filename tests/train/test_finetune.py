@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,6 +173,40 @@ def test_masks_and_annotations_are_recognised_without_splits(tmp_path):
     task = plan({"data.root": str(objects), "data.unreadable": "skip"})[0].task()
     assert len(task.train_source) == 3
     assert any("1 unreadable image is left out" in note for note in task.data_notes)
+
+
+def write_masks(root: Path, values: list[int]) -> None:
+    for folder in ("images", "masks"):
+        (root / folder).mkdir(parents=True)
+    mask = np.resize(np.repeat(values, 8), (32, 32)).astype(np.uint8)
+    for i in range(5):
+        Image.new("RGB", (32, 32)).save(root / "images" / f"{i}.jpg")
+        Image.fromarray(mask).save(root / "masks" / f"{i}.png")
+
+
+def test_255_is_a_class_in_masks_of_two_values_and_unlabelled_in_others(tmp_path):
+    """Tools write binary masks with 0 and 255; 255 was ignored, so that one class remained, an error."""
+    write_masks(tmp_path / "two", [0, 255])
+    given = {"data.root": str(tmp_path / "two")}
+    recipe, notes = plan(given)
+    assert recipe.data.ignore == ()
+    assert any("it is a class and not unlabelled" in note for note in notes)
+    task = recipe.task()
+    assert task.train_source.classes.names == ["value 0", "value 255"]
+    found, _ = check_data(CheckSettings(tmp_path / "two", workers=1))
+    assert found.classes == ["value 0", "value 255"]
+    assert sorted(np.unique(task.train_source.mask(0))) == [0, 1]
+    (tmp_path / "two/classes.txt").write_text("0 background\n255 thing\n")
+    assert plan(given)[0].task().train_source.classes.names == ["background", "thing"]
+    with pytest.raises(ValueError, match="got 1 that are not ignored"):
+        plan(given | {"data.ignore": [255]})[0].task()
+
+    write_masks(tmp_path / "three", [0, 1, 255])
+    given = {"data.root": str(tmp_path / "three")}
+    assert plan(given)[0].data.classes == ("0 value 0", "1 value 1")
+    assert plan(given)[0].data.ignore == (255,)
+    assert len(plan(given | {"data.ignore": []})[0].data.classes) == 3
+    assert plan(given | {"data.ignore": [1]})[0].data.classes == ("0 value 0", "255 value 255")
 
 
 def test_images_without_class_folders_and_a_missing_root_are_explained(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from ..core.plain_json import parse_json
 from ..data.decoding import read_stored_image
 from ..data.reading import SUFFIXES, display_name, read_text
 from ..data.remote import address_of
-from ..data.sources.class_list import IGNORED
+from ..data.sources.class_list import IGNORED, read_entries
 from ..data.sources.label_formats import detect_format
 from ..data.sources.masks import MASK_SUFFIXES
 from ..data.sources.paths import folder_names, missing_folder, walk_files
@@ -126,10 +126,15 @@ def _masks(root: Path | None, given: Mapping[str, object]) -> Layout:
     for name in CLASS_LISTS:
         if (base / name).is_file():
             settings["data.classes"] = name
+            _keep_ignored(found, {entry.value for entry in read_entries(base / name)}, given)
             return found
-    settings["data.classes"] = classes = _mask_classes(
-        base / folders[1].replace("{split}", "train")
-    )
+    folder = base / folders[1].replace("{split}", "train")
+    values = _mask_values(folder)
+    _keep_ignored(found, values, given)
+    ignored = given.get("data.ignore", settings.get("data.ignore", [IGNORED]))
+    if isinstance(ignored, list | tuple):
+        values -= set(ignored)
+    settings["data.classes"] = classes = [f"{value} value {value}" for value in sorted(values)]
     found.notes.append(
         f"no class list: the masks hold {len(classes)} values, which are the classes; name them in a "
         f"file of lines `value name`: {base / CLASS_LISTS[0]}"
@@ -137,8 +142,21 @@ def _masks(root: Path | None, given: Mapping[str, object]) -> Layout:
     return found
 
 
-def _mask_classes(folder: Path) -> list[str]:
-    """Return a class for each value in the masks of a folder; 255 is unlabelled."""
+def _keep_ignored(
+    found: Layout, values: Set[int] | Set[int | None], given: Mapping[str, object]
+) -> None:
+    """Make 255 a class if there is one other value only, as in binary masks."""
+    if IGNORED not in values or len(values) != 2 or "data.ignore" in given:
+        return
+    found.settings["data.ignore"] = []
+    found.notes.append(
+        f"{IGNORED} is one of two values, so it is a class and not unlabelled; otherwise give --data.ignore "
+        f"'[{IGNORED}]'"
+    )
+
+
+def _mask_values(folder: Path) -> set[int]:
+    """Return the values in the masks of a folder."""
     values: set[int] = set()
     paths = list(walk_files(folder, MASK_SUFFIXES)) if folder.is_dir() else []
     for path in paths:
@@ -154,10 +172,9 @@ def _mask_classes(folder: Path) -> list[str]:
                 f"{folder / path}: masks hold more than {MAX_CLASSES} values, so they may not be labels; list the "
                 f"classes, a line `value name` for each, in {folder.parent / CLASS_LISTS[0]}"
             )
-    values -= {IGNORED}
     if not values:
         raise DataError(f"there are no masks in {folder} ({', '.join(MASK_SUFFIXES)})")
-    return [f"{int(value)} value {int(value)}" for value in sorted(values)]
+    return {int(value) for value in values}
 
 
 def _annotations(root: Path) -> Layout | None:

@@ -66,6 +66,7 @@ def test_ades_list_is_understood(tmp_path):
         (["0 a", "b"], {}, "either every class has a value or none, got 1"),
         (["1 a", "1 b"], {}, "the value 1 twice"),
         (["a"], {}, "a class list needs 2 to 255 classes, got 1"),
+        (["0 a", "255 b"], {}, r"got 1 that are not ignored; ignored .*: 255 b"),
         ([f"c{i}" for i in range(300)], {"ignore": ()}, "2 to 255 classes, got 300"),
         (["a 1 2 3", "b 1 2 3"], {}, "two classes the same colour"),
         (["0 a", "70000 b"], {}, "values in a mask are 0 to 65535, got 70000 in the class list"),
@@ -73,7 +74,18 @@ def test_ades_list_is_understood(tmp_path):
         (["a", "b"], {"ignore": (-1,)}, "0 to 65535, got -1"),
         (["0 a", "1 b", "2 a"], {}, "the name 'a' twice"),
     ],
-    ids=["mixed", "twice", "one", "many", "colour", "value", "ignored", "negative", "name"],
+    ids=[
+        "mixed",
+        "twice",
+        "one",
+        "listed but ignored",
+        "many",
+        "colour",
+        "value",
+        "ignored",
+        "negative",
+        "name",
+    ],
 )
 def test_class_lists_that_make_no_sense(entries, arguments, message):
     with pytest.raises(ValueError, match=message):

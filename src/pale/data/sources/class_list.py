@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.lists import list_first
 from ..reading import (
     UnreadableImageError,
     display_name,
@@ -95,6 +96,17 @@ def palette(count: int) -> list[Colour]:
     return colours
 
 
+def _wrong_count(
+    count: int, listed: Sequence[tuple[int, ClassEntry]], ignore: Container[int]
+) -> str:
+    dropped = [f"{value} {entry.name}" for value, entry in listed if value in ignore]
+    ignored = "; ignored (data.ignore, data.reduce_zero): " if dropped else ""
+    ignored += list_first(dropped, 3)
+    return (
+        f"a class list needs 2 to {MAX_CLASSES} classes, got {count} that are not ignored{ignored}"
+    )
+
+
 class ClassList:
     """Classes with their values and colours in a mask.
 
@@ -123,9 +135,7 @@ class ClassList:
         listed = list(zip(values, entries, strict=True))
         kept = [(value, entry) for value, entry in listed if value not in self.ignore]
         if not 1 < len(kept) <= MAX_CLASSES:
-            raise ValueError(
-                f"a class list needs 2 to {MAX_CLASSES} classes, got {len(kept)} that are not ignored"
-            )
+            raise ValueError(_wrong_count(len(kept), listed, self.ignore))
         self.names = [entry.name for _, entry in kept]
         require_distinct_names(self.names, "the class list")
         self.values = [value for value, _ in kept]
