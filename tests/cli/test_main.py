@@ -152,8 +152,10 @@ def test_bad_values_are_one_clear_line(capsys, argv, message):
         (["data", "checkx", "x"], "did you mean check?"),
         (["token-labels", "makee"], "did you mean make?"),
         (["bench", "op", "--stage", "1", "--peices", "mlp"], "did you mean --pieces?"),
+        (["train", "quickstart", "--device", "gpu"], "did you mean cuda?"),
+        (["serve", "runs/mine"], "runs/mine; a model is an option: --weights runs/mine"),
     ],
-    ids=["option", "command", "inner", "labels", "inner option"],
+    ids=["option", "command", "inner", "labels", "inner option", "device", "model"],
 )
 def test_misspelt_options_and_commands_name_the_nearest(capsys, argv, hint):
     with pytest.raises(SystemExit) as exit_:

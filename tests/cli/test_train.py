@@ -104,8 +104,8 @@ def test_own_images_from_folders_to_evaluation_and_to_other_classes(capsys, tmp_
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["train"], "give one of a recipe, --config FILE and --resume RUN, got 0"),
-        (["train", "quickstart", "--resume", "x"], "got 2"),
+        (["train"], "give either a recipe, --config FILE or --resume RUN, got 0 of them"),
+        (["train", "quickstart", "--resume", "x"], "got 2 of them"),
         (["train", "quickstrat"], "did you mean 'quickstart'?"),
         (["train", "quickstart", "--optim.lrr", "1"], "did you mean 'optim.lr'?"),
         (["train", "quickstart", "--epochs"], "--epochs needs a value"),
@@ -117,6 +117,7 @@ def test_own_images_from_folders_to_evaluation_and_to_other_classes(capsys, tmp_
         (["train", "--resume", "nowhere"], "nowhere is not a run: it holds no recipe.yaml"),
         (["train", "finetune", "--data.root", "nowhere"], "there is no folder nowhere; give the"),
         (["train", "finetune", "--data.rot", "x"], "did you mean 'data.root'?"),
+        (["train", "quickstart", "--data", "x"], "got 'x'; did you mean 'data.root'?"),
         (["eval", "nowhere"], "there are no weights at nowhere"),
         (["eval", "."], ". is neither a run nor an exported model"),
         (["recipes", "show"], "show needs the name of a recipe"),
@@ -132,6 +133,7 @@ def test_own_images_from_folders_to_evaluation_and_to_other_classes(capsys, tmp_
         "run",
         "photos",
         "misspelt",
+        "group",
         "eval",
         "no run",
         "show",

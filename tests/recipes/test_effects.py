@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,15 @@ def test_a_whole_part_counts_as_its_settings() -> None:
 def test_the_message_names_what_to_set_instead(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "quickstart", "--data.root", "photos"]) == 1
     assert "data.root has no effect while data.kind is scenes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [ADE20K, COCO])
+def test_the_size_of_real_images_is_set_by_other_settings(name: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.size has no effect") as error:
+        get(name).changed({"data.size": 224})
+    named = re.findall(r"(?:augment|test|multi)\.\w+", str(error.value))
+    assert len(named) == 4
+    assert set(named) <= set(dotted_names(type(get(name))))
 
 
 def test_a_stored_recipe_with_settings_without_effect_is_read() -> None:

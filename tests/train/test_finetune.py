@@ -239,7 +239,7 @@ def test_the_journey_from_photos_to_a_prediction(capsys, tmp_path, monkeypatch):
     assert "6 of 24 images are held out for validation" in out.replace("\n", " ")
     assert "batch 18 instead of 64" in out
     assert "20 epochs instead of" not in out  # 30 epochs of one step each are enough
-    assert "fewer than 300 rarely suffice" in out
+    assert "fewer than 300 rarely suffice: raise --min_steps" in out
     commands = [line.strip() for line in out.splitlines() if line.startswith("  pale ")]
     assert [shlex.split(line)[1] for line in commands] == ["predict", "serve", "export"]
     assert main(shlex.split(commands[0])[1:]) == 0
@@ -323,7 +323,7 @@ def test_warnings_name_short_runs_few_images_and_uneven_classes(tmp_path):
     text = " ".join(trainer.notes)
     for words in (
         "batch 64 is larger than the training set of 36 images",
-        "steps; fewer than 300 rarely suffice",
+        "steps; fewer than 300 rarely suffice: raise --epochs or lower --batch",
         "fewer than 5 training images (dog: 3)",
         "uneven classes (cat: 33 images, dog: 3)",
     ):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from ..core.escaping import escape_message as escaped
 from ..core.memory import command_shortage, exhausted_memory
-from ..core.options import settings_hint
+from ..core.options import word_hint
 from ..errors import SettingsError, is_user_error
 from .commands import build_parser
 from .console import print_error
@@ -88,7 +88,7 @@ def parse(words: Sequence[str]) -> Command:
             importlib.import_module("pale.data.remote").allow(value)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
-        hint = "" if leaf.settings is None else settings_hint(unknown[0])
+        hint = word_hint(unknown[0], leaf.option_strings, leaf.settings is not None)
         parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     command: type[Command] = parsed.parser.command
     return command.from_namespace(parsed, typed, overrides)

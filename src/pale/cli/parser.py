@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
             for word in words
             if word not in known
             and ("invalid choice" in message or ("unrecognized" in message and word[0] == "-"))
-            for match in get_close_matches(word, known, n=1)
+            for match in get_close_matches({"gpu": "cuda"}.get(word, word), known, n=1)
         ]
         super().error(escape_line(message + (f"; did you mean {close[0]}?" if close else "")))
 

@@ -6,7 +6,7 @@ description from them, so each is written once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
@@ -65,9 +65,19 @@ def settings_class(cls: type[T]) -> type[T]:
     return dataclass(frozen=True)(cls)
 
 
-def settings_hint(word: str) -> str:
-    """Return how to give a word as a setting, after a command that takes settings."""
+def word_hint(word: str, options: Sequence[str], settings: bool) -> str:
+    """Return how to give a word that is no argument of a command as an option or as a setting.
+
+    Args:
+        word: the word.
+        options: options of the command.
+        settings: whether the command accepts settings of recipes.
+    """
     if word.startswith("-"):
+        return ""
+    if "--weights" in options:
+        return f"; a model is an option: --weights {word}"
+    if not settings:
         return ""
     if "=" in word:
         return f"; a setting starts with two dashes: --{word}"

@@ -38,6 +38,8 @@ COMMON_NAMES = {
     "image_size": "size",
     "drop_path_rate": "drop_path",
 }
+# The setting that is most likely meant by a value for a whole group of settings.
+MEANT = {"data": "data.root", "model": "model.name", "optim": "optim.name"}
 
 
 class Settings(BaseModel):
@@ -164,7 +166,13 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
         elif problem["type"] == "value_error":
             prefix = f"{name}: " if name else ""
             lines.append(prefix + problem["msg"].removeprefix("Value error, "))
+        elif problem["type"] == "model_type":
+            meant = MEANT.get(name, "")
+            hint = f"; did you mean {meant!r}?" if meant in dotted_names(cls) else ""
+            given = repr(problem["input"])[:MAX_SHOWN]
+            lines.append(f"{name} is a group of settings, not a setting, got {given}{hint}")
         else:
             rule = problem["msg"].removeprefix("Input should be ")
+            rule = rule.partition(", unable to parse")[0]
             lines.append(f"{name} must be {rule}, got {repr(problem['input'])[:MAX_SHOWN]}")
     return "; ".join(lines[:MAX_LINES])

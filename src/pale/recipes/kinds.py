@@ -169,7 +169,12 @@ class Segmentation(Recipe):
             WHOLE.format("multi"),
         ),
         InactiveSettings(
-            ("data.size", "data.objects", "data.samples", "data.val_samples"),
+            ("data.size",),
+            lambda r: r.data.kind != "scenes",
+            "unless data.kind is scenes; set augment.short, augment.crop, test.short and multi.short instead",
+        ),
+        InactiveSettings(
+            ("data.objects", "data.samples", "data.val_samples"),
             lambda r: r.data.kind != "scenes",
             ONLY_SCENES,
         ),
@@ -274,7 +279,12 @@ class Detection(Recipe):
             "while model.heads.masks is false; remove one of them",
         ),
         InactiveSettings(
-            ("data.size", "data.objects", "data.shapes", "data.samples", "data.val_samples"),
+            ("data.size",),
+            lambda r: r.data.kind != "scenes",
+            "unless data.kind is scenes; set augment.short, augment.long, test.short and test.long instead",
+        ),
+        InactiveSettings(
+            ("data.objects", "data.shapes", "data.samples", "data.val_samples"),
             lambda r: r.data.kind != "scenes",
             ONLY_SCENES,
         ),

@@ -40,8 +40,7 @@ def find_warnings(recipe: Recipe, stream: Stream, task: Task) -> list[str]:
         )
     if stream.steps < FEW_STEPS:
         found.append(
-            f"the run has {stream.steps} steps; fewer than {FEW_STEPS} rarely suffice: raise --epochs or lower --batch "
-            "(pale train finetune chooses both)"
+            f"the run has {stream.steps} steps; fewer than {FEW_STEPS} rarely suffice: {_more_steps(recipe)}"
         )
     counts = task.class_counts()
     if few := {name: n for name, n in counts.items() if n < FEW_IMAGES}:
@@ -57,6 +56,15 @@ def find_warnings(recipe: Recipe, stream: Stream, task: Task) -> list[str]:
             "set --data.balanced true, or add images"
         )
     return [f"warning: {text}" for text in found]
+
+
+def _more_steps(recipe: Recipe) -> str:
+    """Return which setting makes a run longer."""
+    if recipe.steps is not None:
+        return "raise --steps"
+    if recipe.min_steps is not None:
+        return "raise --min_steps"
+    return "raise --epochs or lower --batch (pale train finetune chooses both)"
 
 
 def require_memory(

@@ -31,8 +31,8 @@ def choose_recipe(
     given = [word for word in (settings.recipe, config, resume) if word is not None]
     if len(given) != 1:
         raise SettingsError(
-            f"give one of a recipe, --config FILE and --resume RUN, got {len(given)}; "
-            "`pale recipes` lists the recipes"
+            f"give either a recipe, --config FILE or --resume RUN, got {len(given)} of them; "
+            "`pale recipes` lists the recipes, `pale train finetune --data.root DIR` suits most own data"
         )
     if resume is None and settings.allow_changed_data:
         raise SettingsError(

@@ -22,7 +22,7 @@ from ..decoding import read_image
 from ..reading import SUFFIXES, UNSUPPORTED_SUFFIXES, UnreadableImageError, display_name
 from ..sources.class_list import row_strips
 from ..sources.images import ImageSource, read_list
-from ..sources.paths import folder_names, is_image_file
+from ..sources.paths import folder_names, is_image_file, missing_folder
 from ..sources.shards import ShardFiles
 from .copies import SAME_IMAGE_ADVICE, pixel_digest
 from .report import ImageReport, Problem
@@ -146,7 +146,9 @@ def check_images(
 ) -> ImageReport:
     """Decode every image of `root/<split>/<class>/`, of shards or of list files, and report problems."""
     if not root.is_dir():
-        raise ValueError(f"there is no folder {root}; expected are {root}/train/<class>/<image>")
+        raise ValueError(
+            f"{missing_folder(root)}; give a folder with <class>/<image> or train/<class>/<image>"
+        )
     splits, sources = find_splits(root, splits)
     files = list(_source_files(root, sources) if sources else _walk_splits(root, splits))
     images = [file for file in files if file.kind == "image"]
