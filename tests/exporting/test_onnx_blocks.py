@@ -79,8 +79,19 @@ def test_a_file_has_standard_operators_only_and_few_nodes(tmp_path: Path) -> Non
     assert {node.domain for node in nodes} <= {"", "ai.onnx"}
     kinds = [node.op_type for node in nodes]
     # Two blocks: rows and columns in one attention, the residual connection of CPE in its convolution.
-    assert (kinds.count("Softmax"), kinds.count("Gather"), kinds.count("Add")) == (2, 8, 4)
+    assert (kinds.count("Softmax"), kinds.count("Gather"), kinds.count("Add")) == (2, 8, 6)
     assert (kinds.count("LayerNormalization"), kinds.count("Gelu")) == (6, 2)
+
+
+def test_the_runtime_adds_the_bias_of_the_mlp_as_part_of_gelu(tmp_path: Path) -> None:
+    """Otherwise it writes that bias to the whole result of the layer before it multiplies."""
+    pale.export(small(), tmp_path / "a.onnx", fixed=True, sizes=[(1, 56, 56)])
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3  # an optimised file is only for this processor
+    onnxruntime.InferenceSession(tmp_path / "a.onnx", options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert (kinds.count("BiasGelu"), kinds.count("Gelu")) == (2, 0)
 
 
 def test_exporting_does_not_change_the_model() -> None:

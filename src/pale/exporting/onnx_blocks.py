@@ -4,6 +4,8 @@
 larger operations:
 
 - tokens are the rows of a matrix, (b * h * w, c), so that a linear layer is one Gemm with its bias;
+- only the first layer of the MLP is MatMul and Add, on (1, b * h * w, c): onnxruntime adds this bias as part of GELU,
+  but for a matrix it would make a Gemm, which writes the bias to the whole result before it multiplies;
 - attention is one operator (`onnx_attention`), which also spares the tracer hundreds of nodes for the sizes of groups;
 - `x + CPE(x)` is one convolution: the residual connection is added to the middle of its kernels;
 - the scale d^-0.5 is part of phi_Q;
@@ -37,7 +39,9 @@ class OnnxBlock(nn.Module):
         self.heads, self.region = attn.heads, attn.region
         self.cpe = None if block.cpe is None else _with_identity(block.cpe)
         self.norm1, self.norm2 = block.norm1, block.norm2
-        self.fc1, self.act, self.fc2 = block.mlp.fc1, block.mlp.act, block.mlp.fc2
+        fc1, self.act, self.fc2 = block.mlp.fc1, block.mlp.act, block.mlp.fc2
+        self.weight1 = nn.Parameter(fc1.weight.detach().t().contiguous(), requires_grad=False)
+        self.bias1 = fc1.bias
         phis = attn.phi_q, attn.phi_k, attn.phi_v
         self.depthwise = nn.ModuleList(phi.depthwise for phi in phis)
         phi_q, phi_k, phi_v = (phi.pointwise for phi in phis)
@@ -56,7 +60,8 @@ class OnnxBlock(nn.Module):
         q, k, v = (tokens(_channels_last(conv(y))) for conv in self.depthwise)
         q, k, v = self.phi_q(q), self.phi_k(k), self.phi_v(v)
         x = x + self.proj(attention(q, k, v, like, self.heads, self.region))
-        x = x + self.fc2(self.act(self.fc1(self.norm2(x))))
+        y = torch.matmul(self.norm2(x).unsqueeze(0), self.weight1) + self.bias1
+        x = x + self.fc2(self.act(y).squeeze(0))
         return token_map(x, like)
 
 
