@@ -1,12 +1,13 @@
-"""Inference of pale_tiny on a CPU beside timm's Swin-T, eager and compiled.
+"""Inference and training of pale_tiny on a CPU beside timm's Swin-T.
 
     python benchmarks/cpu.py                            # adds a run to benchmarks/results/cpu.json, rewrites cpu.md
     ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/cpu.py    # the same on a CPU without AVX-512
 
-Both models take turns in one process. Speed on a shared host changes within minutes, so the script is run several times
-and the page has the median of the runs and each run. Rounds during which other processes use the machine are discarded;
-a row with fewer than six others is left out. A run also measures the speed of the two libraries that compute linear
-layers, and an eager pass by operator.
+Inference is in fp32, eager and compiled. A training step is a forward and backward pass without an optimizer, eager, in
+fp32 and under bf16 autocast. Both models take turns in one process. Speed on a shared host changes within minutes, so
+the script is run several times and the page has the median of the runs and each run. Rounds during which other
+processes use the machine are discarded; a row with fewer than six others is left out. A run also measures the speed of
+the two libraries that compute linear layers, and an eager pass by operator.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -39,6 +41,7 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/cpu.json"
 TOKENS, CHANNELS, HIDDEN = 1568, 256, 1024  # the MLP of stage 3 at batch 8
 OPERATORS = 8
+MODES = ("eager", "compiled", "training", "training bf16")
 BLOCK_SECONDS = 0.5
 MAX_OTHERS = 0.1  # cores that other processes may use during a round that counts
 MIN_KEPT = 6  # rounds of a row
@@ -128,9 +131,12 @@ def compare(mode: str, batch: int, settings: BenchSettings) -> list[dict[str, An
     x = torch.randn(batch, 3, *settings.size)
     steps: dict[str, Step] = {}
     for name in MODELS:
-        model = create_model(name, settings.size).eval()
-        call = torch.compile(model, dynamic=False) if mode == "compiled" else model
-        steps[name] = torch.inference_mode()(partial(call, x))
+        model = create_model(name, settings.size).train(mode.startswith("training"))
+        if model.training:
+            steps[name] = partial(train, model, x, mode.endswith("bf16"))
+        else:
+            call = torch.compile(model, dynamic=False) if mode == "compiled" else model
+            steps[name] = torch.inference_mode()(partial(call, x))
         for _ in range(WARMUP_CALLS):
             steps[name]()
     times, discarded = time_undisturbed(steps, settings)
@@ -147,6 +153,14 @@ def compare(mode: str, batch: int, settings: BenchSettings) -> list[dict[str, An
         )
         print(f"{name} {ms:.1f} ms, {ms / ours:.2f}", flush=True)
     return rows
+
+
+def train(model: nn.Module, x: torch.Tensor, low: bool) -> None:
+    """Run a forward and a backward pass; `low`: under bf16 autocast."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    model.zero_grad(set_to_none=True)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -167,7 +181,8 @@ def page(runs: list[dict[str, Any]]) -> str:
     """Return the page for all runs."""
     lines = ["# Pale-T and Swin-T on a CPU", ""]
     lines += [
-        "Inference in fp32, random data, both models in turn in one process, medians and quartiles."
+        "Random data, both models in turn in one process, medians and quartiles. Inference (eager, compiled) in fp32;",
+        "training is an eager forward and backward pass, in fp32 and under bf16 autocast.",
     ]
     lines += ["Written by `python benchmarks/cpu.py`, one execution for each run of a table.", ""]
     for key in dict.fromkeys(map(machine, runs)):
@@ -235,7 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--mode", nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--mode", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, BATCH["cpu"]])
     parser.add_argument("--size", type=int, nargs=2, default=(224, 224))
     parser.add_argument("--rounds", type=int, default=40)

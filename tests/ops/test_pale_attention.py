@@ -335,6 +335,21 @@ def test_autocast_computes_in_bfloat16_and_gives_float32_gradients(backend):
     assert {x.dtype for x in gradients(out, qkv, torch.ones_like(out))} == {torch.float32}
 
 
+@every_scope
+def test_with_gradients_a_cpu_computes_bfloat16_as_float32(scope):
+    *qkv, grad = tensors(4, (2, 7, 9, 2, 8), dtype=torch.bfloat16)
+    rule = {"pale_size": (3, 4), "scope": scope, "backend": "sdpa"}
+    actual = run(qkv, grad, **rule)
+    floats = [x.detach().float().requires_grad_() for x in qkv]
+    expected = [x.bfloat16() for x in run(floats, grad.float(), **rule)]
+    for x, y in zip(actual, expected, strict=True):
+        assert x.equal(y)
+    with torch.no_grad():
+        fast = pale_attention(*qkv, **rule)
+    assert not fast.equal(actual[0])  # PyTorch's own kernel for bfloat16
+    torch.testing.assert_close(fast, actual[0], rtol=0.02, atol=0.02)
+
+
 @every_backend
 @every_scope
 def test_autocast_leaves_float64_alone(scope, backend):

@@ -75,6 +75,14 @@ def test_plain_class_folders_are_split_and_start_from_included_weights(tmp_path)
     assert (recipe.data.train, recipe.data.hold_out) == ("train", 0)
 
 
+@pytest.mark.parametrize(("fast", "precision"), [(True, "bf16"), (False, "auto")])
+def test_the_precision_follows_the_processor(tmp_path, monkeypatch, fast, precision):
+    monkeypatch.setattr("pale.train.finetuning.has_bf16_instructions", lambda: fast)
+    changes = {"data.root": str(write_photos(tmp_path, {"cat": 5, "dog": 5}))}
+    assert plan(changes)[0].precision == precision
+    assert plan(changes | {"precision": "fp32"})[0].precision == "fp32"
+
+
 def test_the_largest_zoo_classifier_of_a_model_is_the_start(tmp_path):
     rows = [("pets", "pale_nano", 37), ("general", "pale_nano", 500), ("tiny", "pale_tiny", 900)]
     for name, model, classes in rows:

@@ -1,4 +1,4 @@
-"""Choose the settings of `pale train finetune`: task and splits from the data, model and weights from the device."""
+"""Choose settings of `pale train finetune`: task and splits by the data; model, weights and precision by the device."""
 
 from __future__ import annotations
 
@@ -36,14 +36,9 @@ def plan_finetuning(
     chosen, notes = dict(layout.settings), list(layout.notes)
     if root is not None:
         chosen["data.root"] = str(root)
-    if "model.name" not in changes and _on_gpu(settings):
-        # A larger model is better only if it does not start from random weights.
-        if best_start(DEFAULT_TASK, MODEL_ON_GPU) is not None:
-            chosen |= {"model.name": MODEL_ON_GPU, "model.drop_path": 0.1}
-        else:
-            notes.append(
-                f"there are no included weights of {MODEL_ON_GPU}; a smaller model is trained"
-            )
+    for_device, remarks = _choose_for_device(settings, changes)
+    chosen |= for_device
+    notes += remarks
     model = str(changes.get("model.name", chosen.get("model.name", recipe.model.name)))
     if settings.init is None and not {"model.weights", "model.init"} & changes.keys():
         start = best_start(DEFAULT_TASK, model)
@@ -63,5 +58,21 @@ def plan_finetuning(
     return recipe.override(chosen), notes
 
 
-def _on_gpu(settings: RunSettings) -> bool:
-    return settings.device == "cuda" or (settings.device is None and torch.cuda.is_available())
+def _choose_for_device(
+    settings: RunSettings, changes: Mapping[str, object]
+) -> tuple[dict[str, object], list[str]]:
+    """Return model and precision for the device as settings, and lines about what was chosen."""
+    if settings.device != "cuda" and not (settings.device is None and torch.cuda.is_available()):
+        return {"precision": "bf16"} if has_bf16_instructions() else {}, []
+    if "model.name" in changes:
+        return {}, []
+    # A larger model is better only if it does not start from random weights.
+    if best_start(DEFAULT_TASK, MODEL_ON_GPU) is None:
+        return {}, [f"there are no included weights of {MODEL_ON_GPU}; a smaller model is trained"]
+    return {"model.name": MODEL_ON_GPU, "model.drop_path": 0.1}, []
+
+
+def has_bf16_instructions() -> bool:
+    """Return whether the CPU multiplies matrices in bfloat16; False if PyTorch cannot be asked."""
+    capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name) is True for name in ("avx512_bf16", "amx_bf16"))

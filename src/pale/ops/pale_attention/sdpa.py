@@ -39,9 +39,21 @@ def unsupported(q: Tensor, region: Region) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, region: Region) -> Tensor:
     """Return attention inside each group of `region`; q, k, v and the result are (b, h, w, heads, d)."""
+    if _has_slow_backward(q):
+        with torch.autocast("cpu", enabled=False):
+            return forward(q.float(), k.float(), v.float(), region).to(q.dtype)
     if torch.compiler.is_compiling() and not exporting() and not _traceable(q):
         return opaque(q, k, v, region)
     return attend(q, k, v, region)
+
+
+def _has_slow_backward(q: Tensor) -> bool:
+    """Return whether to compute in float32, in which PyTorch's backward pass takes a quarter of the time on a CPU.
+
+    Measured with bfloat16 and groups of up to 150 tokens (torch 2.15). The forward pass alone is faster in bfloat16.
+    """
+    low = q.dtype in (torch.bfloat16, torch.float16)
+    return low and q.device.type == "cpu" and q.requires_grad and torch.is_grad_enabled()
 
 
 def _traceable(q: Tensor) -> bool:
