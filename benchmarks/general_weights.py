@@ -6,7 +6,8 @@ RUN is a finished run of a `pretrain` recipe on the sets that pretraining_data.p
 list in Tiny-ImageNet-200. OUT gets NAME.safetensors, NAME.md and an entry in index.json, and NAME.json with the same
 figures, hardware, versions, commit and command: the first three are files of src/pale/weights/zoo. The figures are
 those of the packed file in float32, on the validation split of each source over its own classes; beside them are those
-of the run before packing. Nothing in them was used to choose settings.
+of the run before packing. Nothing in them was used to choose settings. If the run started from included weights, the
+card has their checksum and command.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pretraining_sources import SOURCES
 
 from pale.predict.bundle import load
 from pale.recipes import get
+from pale.recipes.files import read_recipe
 from pale.recipes.kinds import Classification
 from pale.tools.measure import measure
 from pale.tools.publish import pack, read
@@ -63,6 +65,8 @@ def publish(args: argparse.Namespace) -> None:
     weights, recipe = read(path)
     if not isinstance(recipe, Classification) or not recipe.data.is_mixture:
         raise SystemExit(f"{args.run} must be a classifier trained with --data.mix")
+    run = read_recipe(args.run / "recipe.yaml")  # with the weights that it started from
+    assert isinstance(run, Classification)
     with join() as world:
         packed = measure(path, args.data, world, batch=args.batch, workers=args.workers)
         facts = describe_machine(world)
@@ -76,11 +80,12 @@ def publish(args: argparse.Namespace) -> None:
         "steps": before["step"],
         "training": next(event for event in events if event["event"] == "start"),
         "sources": sources(args.data, recipe),
+        "start": describe_start(run),
         "recipe": recipe.plain(),
         **facts,
     }
     write_result(args.out / f"{args.name}.json", row)
-    entry = make_entry(path, row, recipe, sum(t.numel() for t in weights.tensors.values()))
+    entry = make_entry(path, row, run, sum(t.numel() for t in weights.tensors.values()))
     (args.out / entry.card).write_text(card(entry, row, recipe))
     zoo.add_entry(entry, args.out)
     print(f"{path}: {size / 1e6:.2f} MB, {entry.headline}")
@@ -104,6 +109,16 @@ def sources(data: Path, recipe: Classification) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def describe_start(recipe: Classification) -> dict[str, Any] | None:
+    """Return name, checksum and command of the included weights that the run started from; None without any."""
+    if recipe.model.weights is None:
+        return None
+    entry = zoo.get_entry(str(recipe.model.weights))
+    if entry is None:
+        raise SystemExit(f"the run started from {recipe.model.weights}, not from included weights")
+    return {"name": entry.name, "sha256": entry.sha256, "command": entry.command}
 
 
 def make_entry(
@@ -146,9 +161,10 @@ def training_command(recipe: Classification) -> str:
     settings = " ".join(
         f"--{name} {shlex.quote(values[0])}"
         for name, values in changed.items()
-        if name not in ("data.mix", "data.workers")
+        if name not in ("data.mix", "data.root", "data.workers", "model.new_head", "model.weights")
     )
-    return f"pale train {recipe.name} --data.root DATA --data.mix @sources.yaml {settings}"
+    start = "" if recipe.model.weights is None else f"--init {recipe.model.weights} "
+    return f"pale train {recipe.name} {start}--data.root DATA --data.mix @sources.yaml {settings}"
 
 
 def card(entry: zoo.ZooEntry, row: dict[str, Any], recipe: Classification) -> str:
@@ -159,7 +175,8 @@ def card(entry: zoo.ZooEntry, row: dict[str, Any], recipe: Classification) -> st
     )
     samples = row["steps"] * recipe.batch
     facts, trained = row["environment"], row["training"]
-    sizes = " and ".join(str(size) for _, size in recipe.data.sizes) or str(recipe.data.size)
+    *smaller, largest = [size for _, size in recipe.data.sizes] or [recipe.data.size]
+    sizes = f"{', '.join(map(str, smaller))} and {largest}" if smaller else str(largest)
     lines = []
     for source in row["sources"]:
         name = source["name"]
@@ -175,15 +192,20 @@ def card(entry: zoo.ZooEntry, row: dict[str, Any], recipe: Classification) -> st
         f"objects, animals, places and tags on {len(row['sources'])} public image sets. `pale train finetune` starts "
         "from it."
     )
+    start = row["start"]
+    first = "random weights" if start is None else f"an earlier `{start['name']}`"
     made = (
         f"Recipe `{recipe.name}`, seed {recipe.seed}, {row['steps']} steps of {recipe.batch} images ({samples:,} "
-        "samples) from random weights; no other data, no distillation. The moving average after the last step is "
-        "stored; nothing was chosen on the validation images."
+        f"samples) from {first}; no other data, no distillation. The moving average after the last step is stored; "
+        "nothing was chosen on the validation images."
     )
+    earlier = ""
+    if start is not None:
+        earlier = f"- Start: sha256 `{start['sha256']}`, made by\n  `{start['command']}`\n"
     limits = (
-        f"It saw {samples / 1e6:.1f} million samples of {sizes} px; usual ImageNet weights saw some 400 million of "
-        "224 px. As a classifier it is weak, and the "
-        "probabilities of classes of different sources were never trained to be comparable; use it as a start. "
+        f"This run saw {samples / 1e6:.1f} million samples of {sizes} px; usual ImageNet weights saw some 400 "
+        "million of 224 px. As a classifier it is weak, and the probabilities of classes of different sources were "
+        "never trained to be comparable; use it as a start. "
         "No set of faces, text, medical or aerial images is among its data; COCO and the scenes show people."
     )
     return f"""---
@@ -225,7 +247,7 @@ docs/weights.md of the repository has results on other data.
 ## How it was made
 
 {_paragraph(made, "- ")}
-- Again: prepare DATA with `benchmarks/pretraining_data.py`, then
+{earlier}- Again: prepare DATA with `benchmarks/pretraining_data.py`, then
   `{entry.command}`,
   then `python benchmarks/general_weights.py RUN DATA OUT --words DATA/words.txt`.
 - Trained on {trained["device"]}, {trained["threads"]} CPU threads, torch {trained["torch"]}, timm {trained["timm"]},
