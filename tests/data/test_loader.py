@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from pale.data.loader import MAX_PIPE_BYTES, PipeBatch, iterate_batches, make_loader, usable_cores
 from pale.train.distributed import World
-from pale.train.evaluate import Evaluation, Share
+from pale.train.evaluate import Evaluation, ShareSampler
 
 LEFT_OPEN = """
 import atexit
@@ -64,7 +64,7 @@ def test_a_program_that_fails_with_workers_at_work_still_ends():
 
 @pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "for_one_pass"])
 def test_workers_stay_from_pass_to_pass_where_asked(persistent):
-    share = Share(6, 3, World(torch.device("cpu")))
+    share = ShareSampler(6, 3, World(torch.device("cpu")))
     loader = make_loader(Workers(), share, list, 1, False, persistent)
     passes = [[seed for batch in iterate_batches(loader) for seed in batch] for _ in range(2)]
     assert [len(set(seeds)) for seeds in passes] == [1, 1]
@@ -77,13 +77,13 @@ class Denied(Workers):
 
 
 def test_a_file_that_the_system_refuses_is_told_in_one_line():
-    share = Share(6, 3, World(torch.device("cpu")))
+    share = ShareSampler(6, 3, World(torch.device("cpu")))
     with pytest.raises(ValueError, match=r"^\[Errno 13\] Permission denied: 'a.npy'$"):
         next(iterate_batches(make_loader(Denied(), share, list, 0, False)))
 
 
 def test_no_more_workers_than_batches_or_cores():
-    share = Share(6, 3, World(torch.device("cpu")))
+    share = ShareSampler(6, 3, World(torch.device("cpu")))
     assert make_loader(Workers(), share, list, 64, False).num_workers == min(2, usable_cores())
     assert make_loader(Workers(), share, list, 0, False, persistent=True).num_workers == 0
 
@@ -92,7 +92,7 @@ def test_no_more_workers_than_batches_or_cores():
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_even_shares_are_as_many_batches_and_each_sample_counts_once(samples, processes):
     shares = [
-        Share(samples, 2, World(torch.device("cpu"), rank, processes), even=True)
+        ShareSampler(samples, 2, World(torch.device("cpu"), rank, processes), even=True)
         for rank in range(processes)
     ]
     passes = [list(share) for share in shares]

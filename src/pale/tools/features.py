@@ -104,7 +104,6 @@ def load_backbone(path: Path, recipe: str | None = None) -> tuple[nn.Module, Squ
     return model.eval(), made
 
 
-@torch.no_grad()
 def extract_folder(
     weights: Path,
     recipe: str | None,
@@ -122,6 +121,7 @@ def extract_folder(
     return found
 
 
+@torch.no_grad()
 def extract(
     model: nn.Module,
     source: ImageSource,
