@@ -44,7 +44,11 @@ def prepare_labels(texts: Sequence[str], size: float) -> tuple[Font, list[str]]:
             best, missing = path, rest
         if not missing:
             break
-    font = ImageFont.truetype(best, size) if best else ImageFont.load_default(size)
+    font = (
+        ImageFont.truetype(best, size, layout_engine=ImageFont.Layout.BASIC)
+        if best
+        else ImageFont.load_default(size)
+    )
     return font, ["".join(to_ascii(c) if c in missing else c for c in text) for text in texts]
 
 
@@ -66,6 +70,6 @@ def _find(name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _has(path: str, character: str) -> bool:
-    font = ImageFont.truetype(path, 16)
+    font = ImageFont.truetype(path, 16, layout_engine=ImageFont.Layout.BASIC)
     drawn, box = font.getmask(character), font.getmask(UNASSIGNED)
     return (drawn.size, bytes(drawn)) != (box.size, bytes(box))
