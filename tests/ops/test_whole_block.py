@@ -302,6 +302,7 @@ def test_partial_results_are_added_in_the_order_of_sum_rows(rows, last, poisoned
 @kernels
 @needs_triton
 def test_partial_results_with_many_rows_are_added_in_two_steps(monkeypatch):
+    monkeypatch.setattr(grids, "PROGRAMS", 10)
     monkeypatch.setattr(grids, "FEW_ROWS", 40)
     n, c = 16, 16
     widths = n, 4 * c, 3 * c, 27 * c, 3 * c

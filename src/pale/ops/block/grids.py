@@ -119,8 +119,8 @@ def sum_parts(parts: list[Tensor | None], like: Tensor, n: int, c: int) -> Tenso
     """
     shortened = []
     for part in parts:
-        while part is not None and len(part) > FEW_ROWS:
-            part = add_rows(part, dtype=torch.float32)
+        if part is not None and len(part) > FEW_ROWS:
+            part = add_rows(part, dtype=torch.float32)  # at most 2 * PROGRAMS rows
         shortened.append(part)
     sums = like.new_empty(parts_size(n, c, len(parts) == len(COLUMNS)), dtype=torch.float32)
     shortened += [None] * (len(COLUMNS) - len(parts))

@@ -145,7 +145,10 @@ def _cast(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor,
 def _attend(kept: Tensor, heads: int, s_r: int, s_c: int, scope: str, grouping: str) -> Tensor:
     """Write the attention of the queries, keys and values in `kept`; return log2 of the sums of exponentials."""
     _, b, h, w, c = kept.shape
-    lse = kept.new_empty((attention_calls(scope), aligned(b * heads * h * w)), dtype=torch.float32)
+    used = b * heads * h * w
+    lse = kept.new_empty((attention_calls(scope), aligned(used)), dtype=torch.float32)
+    if used < lse.shape[1]:
+        lse[:, used:].zero_()  # an operator's result must not depend on what was in memory before
     if not b:
         return lse
     qkv = kept[4:7].view(3, b, h, w, heads, c // heads).unbind()
