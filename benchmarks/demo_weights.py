@@ -3,13 +3,14 @@
     python benchmarks/demo_weights.py DATA OUT                         # ours, packed, with cards; then the peers
     python benchmarks/demo_weights.py DATA OUT --jobs 4 --workers 4    # on a large GPU, four runs at once
     python benchmarks/demo_weights.py DATA OUT --minutes 9             # stop after 9 minutes; run it again to resume
+    python benchmarks/demo_weights.py DATA OUT --start general_nano --classify '--epochs 40' --peers ''
     python benchmarks/demo_weights.py DATA OUT --hold-out 0.1 --only classify --classify '--optim.lr 2e-3'   # to choose
     python benchmarks/demo_weights.py DATA OUT --toy --peers ''        # a few steps on a CPU, to try the script
 
 DATA holds oxford-iiit-pet/. All models use the same recipes, heads and settings (demo.*): the classifier is trained
-from scratch, segmenter and detector start from the backbone of the classifier of the same model and seed. The weights
-of the last step are measured. Seed 0 of our model is packed, whatever other seeds reach; its card reports the packed
-file.
+from scratch or from --start, segmenter and detector start from the backbone of the classifier of the same model and
+seed. The weights of the last step are measured. Seed 0 of our model is packed, whatever other seeds reach; its card
+reports the packed file.
 
 OUT gets NAME.safetensors, NAME.md, index.json and demo_weights.json (every run's figures): all but the last are the
 files of src/pale/weights/zoo. The runs themselves are under --runs. Finished runs are not repeated; an interrupted run
@@ -158,6 +159,8 @@ def key(args: argparse.Namespace, task: str) -> str:
     parts = [get(PLANS[task].recipe).plain(), settings(args, task)]
     if task != "classify":
         parts.append(None if args.scratch else key(args, "classify"))
+    elif args.start:
+        parts.append(args.start)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 
@@ -166,7 +169,9 @@ def trained(args: argparse.Namespace, task: str, model: str, seed: int) -> tuple
     words: list[object] = [PLANS[task].recipe, "--data.root", args.data / "oxford-iiit-pet"]
     words += ["--model.name", model, "--seed", seed, "--data.workers", args.workers]
     words += ["--saving.every_minutes", 1, *settings(args, task)]
-    if task != "classify" and not args.scratch:
+    if task == "classify":
+        words += ["--init", args.start] if args.start else []
+    elif not args.scratch:
         words += ["--init", classifier(args, model, seed)]
     run = args.runs / f"{task}_{model}_{seed}_{key(args, task)}"
     return run, train(args, run, words)
@@ -188,7 +193,8 @@ def packs(args: argparse.Namespace, model: str, seed: int) -> bool:
 def identity(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
     """Return the values that identify a row."""
     found = {"task": task, "model": model, "seed": seed, "key": key(args, task)}
-    return found | {"settings": settings(args, task), "scratch": args.scratch or task == "classify"}
+    start = args.start if task == "classify" else "" if args.scratch else PLANS["classify"].name
+    return found | {"settings": settings(args, task), "start": start}
 
 
 def known(args: argparse.Namespace, task: str, model: str, seed: int) -> dict | None:
@@ -257,15 +263,16 @@ def publish(args: argparse.Namespace, task: str, run: Path, found: dict) -> None
     """Pack, measure the packed file, and note it in the index."""
     plan = PLANS[task]
     path = args.out / f"{plan.name}.safetensors"
-    size = pack(run, path, license=LICENSE)
+    license = license_of(args)
+    size = pack(run, path, license=license)
     root = args.data / "oxford-iiit-pet"
     with join() as world:
         found["packed"] = measure(path, root, world, batch=plan.batch, workers=args.workers)
     found["packing"] = {"bytes": size} | (effect(run, path, root) if task != "detect" else {})
     words = ["pale", "train", plan.recipe, "--data.root", "oxford-iiit-pet"]
     words += settings(args, task)
-    if not found["scratch"]:
-        words += ["--init", PLANS["classify"].name]
+    if found["start"]:
+        words += ["--init", found["start"]]
     bundle = load(path)
     entry = zoo.ZooEntry(
         plan.name,
@@ -281,11 +288,16 @@ def publish(args: argparse.Namespace, task: str, run: Path, found: dict) -> None
         "Oxford-IIIT Pet, trainval and test" + (", a toy run" if args.toy else ""),
         plan.recipe,
         shlex.join(words),
-        LICENSE,
+        license,
         timm_part(bundle) if task == "classify" else {},
     )
     (args.out / entry.card).write_text(f"# {plan.name}\n")
     zoo.add_entry(entry, args.out)
+
+
+def license_of(args: argparse.Namespace) -> str:
+    """Return the licence of the weights: that of the weights they start from, if any."""
+    return (zoo.get_entry(args.start).license if args.start else None) or LICENSE
 
 
 def timm_part(bundle: ModelBundle) -> dict:
@@ -392,7 +404,11 @@ def card(args: argparse.Namespace, task: str) -> str:
             f" Packing moves the logits by {packing['logit_error']:.2%} of their norm and gives "
             f"{100 - packing['same_class']:.1f} % of the {unit} another class ({packing['photos']} photos)."
         )
-    start = "from random weights" if ours["scratch"] else "from the backbone of `classify_pets`"
+    start, other = "from random weights", "no other data, no distillation"
+    if ours["start"]:
+        start = f"from the backbone of `{ours['start']}`"
+    if args.start:
+        other = f"of other data only what `{args.start}` was trained on, no distillation"
     peers = [r["model"] for r in args.rows if r["task"] == task and r["model"] != OURS]
     beside = (
         "Every model by the same recipe, evaluated at the end of training in the same way (before packing):"
@@ -409,21 +425,29 @@ def card(args: argparse.Namespace, task: str) -> str:
     kind = {"classify": "image-classification", "segment": "image-segmentation"}
     what = (
         f"{DOES[task]} The model is {OURS} of the [Pale Transformer](https://arxiv.org/abs/2112.14000), "
-        f"{entry.params / 1e6:.2f} M parameters in {entry.bytes / 1e6:.2f} MB, trained on nothing but the "
-        f"{args.photos} training photos of Oxford-IIIT Pet."
+        f"{entry.params / 1e6:.2f} M parameters in {entry.bytes / 1e6:.2f} MB, trained on "
+        f"{'' if args.start else 'nothing but '}the {args.photos} training photos of Oxford-IIIT Pet"
+        + (f", starting from `{args.start}`." if args.start else ".")
     )
     good = (
         f"**{figures(plan, ours['packed'])}** (per cent): this file, unpacked, in float32, on {count:.0f} test "
         f"photos.{lost}"
     )
     made = (
-        f"Recipe `{plan.recipe}`, seed 0, {ours['steps']} steps of {recipe.batch} photos, {start}; no other data, no "
-        "distillation. The weights are those of the last step; the test photos chose nothing."
+        f"Recipe `{plan.recipe}`, seed 0, {ours['steps']} steps of {recipe.batch} photos, {start}; {other}. "
+        "The weights are those of the last step; the test photos chose nothing."
     )
     limits = (
         f"{LIMITS[task]} Trained for minutes on few photos, it shows what the code does and is no product. How it "
         "treats animals, cameras and light that the photos do not show has not been tested."
     )
+    licence = "The weights are ours, Apache-2.0."
+    if args.start:
+        licence = (
+            f"The weights are ours, {entry.license.upper()}, as `{args.start}`, whose card lists the terms of the "
+            "images it was trained on."
+        )
+    licence += " The photos are CC BY-SA 4.0 (Oxford-IIIT Pet) and not contained."
     toy = "**A toy run, to test the script: these weights are of no use.**\n\n" if args.toy else ""
     return f"""---
 license: {entry.license}
@@ -471,7 +495,7 @@ official trainval list for training, {count:.0f} photos of its official test lis
 
 ## Licence
 
-The weights are ours, Apache-2.0. The photos are CC BY-SA 4.0 (Oxford-IIIT Pet) and not contained.
+{paragraph(licence)}
 """
 
 
@@ -530,6 +554,7 @@ def main() -> None:
     parser.add_argument(
         "--workers", type=int, default=14, help="data loading processes of each run"
     )
+    parser.add_argument("--start", default="", help="weights that the classifier starts from")
     add_jobs(parser)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop and save after this")
     parser.add_argument("--commit", help="commit to record if there is no git history")

@@ -112,12 +112,13 @@ def sources(data: Path, recipe: Classification) -> list[dict[str, Any]]:
 
 
 def describe_start(recipe: Classification) -> dict[str, Any] | None:
-    """Return name, checksum and command of the included weights that the run started from; None without any."""
+    """Return name, checksum and command of the included weights that the run started from; None without any.
+
+    These are the weights in the package now: write the card before the new files replace them.
+    """
     if recipe.model.weights is None:
         return None
     entry = zoo.get_entry(str(recipe.model.weights))
-    if entry is None:
-        raise SystemExit(f"the run started from {recipe.model.weights}, not from included weights")
     return {"name": entry.name, "sha256": entry.sha256, "command": entry.command}
 
 
@@ -163,7 +164,7 @@ def training_command(recipe: Classification) -> str:
         for name, values in changed.items()
         if name not in ("data.mix", "data.root", "data.workers", "model.new_head", "model.weights")
     )
-    start = "" if recipe.model.weights is None else f"--init {recipe.model.weights} "
+    start = "" if recipe.model.weights is None else "--init START "
     return f"pale train {recipe.name} {start}--data.root DATA --data.mix @sources.yaml {settings}"
 
 
@@ -201,9 +202,9 @@ def card(entry: zoo.ZooEntry, row: dict[str, Any], recipe: Classification) -> st
     )
     earlier = ""
     if start is not None:
-        earlier = f"- Start: sha256 `{start['sha256']}`, made by\n  `{start['command']}`\n"
+        earlier = f"- START is the file with sha256 `{start['sha256']}`, made by\n  `{start['command']}`\n"
     limits = (
-        f"This run saw {samples / 1e6:.1f} million samples of {sizes} px; usual ImageNet weights saw some 400 "
+        f"This run saw {samples / 1e6:.2f} million samples of {sizes} px; usual ImageNet weights saw some 400 "
         "million of 224 px. As a classifier it is weak, and the probabilities of classes of different sources were "
         "never trained to be comparable; use it as a start. "
         "No set of faces, text, medical or aerial images is among its data; COCO and the scenes show people."
@@ -250,7 +251,7 @@ docs/weights.md of the repository has results on other data.
 {earlier}- Again: prepare DATA with `benchmarks/pretraining_data.py`, then
   `{entry.command}`,
   then `python benchmarks/general_weights.py RUN DATA OUT --words DATA/words.txt`.
-- Trained on {trained["device"]}, {trained["threads"]} CPU threads, torch {trained["torch"]}, timm {trained["timm"]},
+- Trained on {trained["device"]}, CPU threads: {trained["threads"]}, torch {trained["torch"]}, timm {trained["timm"]},
   commit {trained["commit"][:7]}; measured on {facts["device"]}, torch {facts["torch"]}.
 - Stored as int8 with a scale for each output channel; norms and biases float32, depthwise kernels float16.
 - sha256 `{entry.sha256}`

@@ -12,6 +12,7 @@ from support.mixtures import SOURCES, mixture_recipe, write_mixture
 from support.scripts import import_scripts
 
 from pale.predict.bundle import load
+from pale.recipes import get
 from pale.train.distributed import World
 from pale.train.loop import train
 from pale.weights import zoo
@@ -62,6 +63,18 @@ def test_a_run_becomes_an_entry_with_figures_of_every_source(
     assert "--batch 6" in entry.command
     assert f"`{entry.command}`" in card
     assert str(tmp_path) not in card
+
+
+def test_continued_weights_name_the_file_that_they_start_from(script: ModuleType) -> None:
+    recipe = get("pretrain.pale_nano")
+    assert script.describe_start(recipe) is None
+    assert "--init" not in script.training_command(recipe)
+    continued = recipe.started_from(Path("general_nano"))
+    entry = zoo.get_entry("general_nano")
+    found = script.describe_start(continued)
+    assert found == {"name": entry.name, "sha256": entry.sha256, "command": entry.command}
+    # Not the name: it will be that of the new weights.
+    assert "--init START --data.root DATA" in script.training_command(continued)
 
 
 def test_a_run_on_one_dataset_is_refused(script: ModuleType, tmp_path: Path) -> None:

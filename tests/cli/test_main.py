@@ -144,6 +144,9 @@ def test_bad_values_are_one_clear_line(capsys, argv, message):
     assert message in err
 
 
+TOKEN_LABELS = ["token-labels", "make", "--model", "pale_nano", "--output", "labels"]
+
+
 @pytest.mark.parametrize(
     ("argv", "hint"),
     [
@@ -153,9 +156,21 @@ def test_bad_values_are_one_clear_line(capsys, argv, message):
         (["token-labels", "makee"], "did you mean make?"),
         (["bench", "op", "--stage", "1", "--peices", "mlp"], "did you mean --pieces?"),
         (["train", "quickstart", "--device", "gpu"], "did you mean cuda?"),
+        ([*TOKEN_LABELS, "photos"], "is a setting: --data.root photos"),
+        ([*TOKEN_LABELS, "data.root=x"], "starts with two dashes: --data.root=x"),
         (["serve", "runs/mine"], "runs/mine; a model is an option: --weights runs/mine"),
     ],
-    ids=["option", "command", "inner", "labels", "inner option", "device", "model"],
+    ids=[
+        "option",
+        "command",
+        "inner",
+        "labels",
+        "inner option",
+        "device",
+        "data",
+        "setting",
+        "model",
+    ],
 )
 def test_misspelt_options_and_commands_name_the_nearest(capsys, argv, hint):
     with pytest.raises(SystemExit) as exit_:

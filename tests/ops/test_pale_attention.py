@@ -541,6 +541,14 @@ def test_exported_with_dynamic_sizes_it_is_plain_pytorch():
     assert_exports(operator, [(2, 9, 10), (2, 6, 8), (2, 4, 13)], dynamic)
 
 
+def test_exported_from_a_cpu_bfloat16_stays_bfloat16():
+    qkv = tuple(x.requires_grad_() for x in tensors(3, (2, 6, 6, 2, 8), dtype=torch.bfloat16))
+    exported = torch.export.export(Operator(pale_size=(3, 4)), qkv)
+    calls = [node for node in exported.graph.nodes if node.op == "call_function"]
+    assert not any("autocast" in str(node.target) for node in calls)
+    assert {node.meta["val"].dtype for node in calls} == {torch.bfloat16}
+
+
 every_opaque = pytest.mark.parametrize("name", ["sdpa", "reference"])
 
 

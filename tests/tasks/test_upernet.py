@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import pale
+from pale.errors import WeightsError
 from pale.model import cost
 from pale.model.optimize import fold_norms
 from pale.model.pale_transformer import VARIANTS
@@ -253,6 +254,19 @@ def test_init_reports_what_was_loaded_what_is_new_and_what_did_not_fit(tmp_path)
     assert torch.equal(model.backbone.model.stages[0].merge.conv.weight, before)
     key = "stages.2.blocks.0.mlp.fc1.weight"
     assert torch.equal(model.backbone.model.state_dict()[key], state[key])
+
+
+def test_init_with_nan_is_an_error(tmp_path):
+    state = pale.create_model(
+        "pale_nano", num_classes=9, **{k: tuple(v) for k, v in SMALL.items()}
+    ).state_dict()
+    state["stages.1.blocks.0.norm1.weight"][2] = torch.nan
+    path = tmp_path / "c.safetensors"
+    save_weights(path, state, {})
+    model = small().build(4, 64)
+    with pytest.raises(WeightsError, match=r"NaN or Inf in stages\.1\.blocks\.0\.norm1\.weight"):
+        init_backbone(model, path)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_init_from_something_else_is_an_error(tmp_path):

@@ -69,6 +69,7 @@ def test_features_are_the_pooled_maps_whatever_the_batch(tree):
     with torch.no_grad():
         expected = model.norm(model.stages(normalise(images))).mean((2, 3))
     assert torch.allclose(found.vectors, expected, atol=1e-4)
+    assert not found.vectors.requires_grad
     assert found.labels.tolist() == [0] * 5 + [1] * 5
     assert found.names[7].endswith("dog/2.png")
 

@@ -23,7 +23,7 @@ from pale.tasks.layouts import recognise
 from pale.tools.check_data import check_data
 from pale.train import preflight
 from pale.train.distributed import World
-from pale.train.finetuning import plan_finetuning
+from pale.train.finetuning import has_bf16_instructions, plan_finetuning
 from pale.train.loop import build_trainer
 from pale.train.settings import RunSettings
 from pale.train.state import build_state
@@ -79,8 +79,19 @@ def test_plain_class_folders_are_split_and_start_from_included_weights(tmp_path)
 def test_the_precision_follows_the_processor(tmp_path, monkeypatch, fast, precision):
     monkeypatch.setattr("pale.train.finetuning.has_bf16_instructions", lambda: fast)
     changes = {"data.root": str(write_photos(tmp_path, {"cat": 5, "dog": 5}))}
-    assert plan(changes)[0].precision == precision
+    recipe, notes = plan(changes)
+    assert recipe.precision == precision
+    assert any("precision bf16" in note for note in notes) is fast
     assert plan(changes | {"precision": "fp32"})[0].precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("reported", "fast"),
+    [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx2": True}, False)],
+)
+def test_bf16_instructions_are_those_that_pytorch_reports(monkeypatch, reported, fast):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: reported, raising=False)
+    assert has_bf16_instructions() is fast
 
 
 def test_the_largest_zoo_classifier_of_a_model_is_the_start(tmp_path):
@@ -198,7 +209,7 @@ def test_255_is_a_class_in_masks_of_two_values_and_unlabelled_in_others(tmp_path
     given = {"data.root": str(tmp_path / "two")}
     recipe, notes = plan(given)
     assert recipe.data.ignore == ()
-    assert any("it is a class and not unlabelled" in note for note in notes)
+    assert any("so 255 is a class here" in note for note in notes)
     task = recipe.task()
     assert task.train_source.classes.names == ["value 0", "value 255"]
     found, _ = check_data(CheckSettings(tmp_path / "two", workers=1))

@@ -12,6 +12,9 @@ from typing import Any, NoReturn
 from ..core.escaping import escape_line
 from .options import Command, add_arguments
 
+# Words of other programs that are not similar to those here.
+COMMON_WORDS = {"gpu": "cuda"}
+
 
 class Help(argparse.RawDescriptionHelpFormatter):
     """Help formatter that wraps paragraphs and keeps indented lines (examples) unchanged."""
@@ -74,7 +77,7 @@ class Parser(argparse.ArgumentParser):
             for word in words
             if word not in known
             and ("invalid choice" in message or ("unrecognized" in message and word[0] == "-"))
-            for match in get_close_matches({"gpu": "cuda"}.get(word, word), known, n=1)
+            for match in get_close_matches(COMMON_WORDS.get(word, word), known, n=1)
         ]
         super().error(escape_line(message + (f"; did you mean {close[0]}?" if close else "")))
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from pathlib import Path
 
 from PIL import ImageFont
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
-# File names that Pillow looks up in the font folders of the system; the first with all characters is used.
+# File names that Pillow looks up in the font folders of the system; the one with most of the characters is used.
 SYSTEM_FONTS = (
     "DejaVuSans.ttf",
     "NotoSans-Regular.ttf",
@@ -33,15 +34,15 @@ def prepare_labels(texts: Sequence[str], size: float) -> tuple[Font, list[str]]:
 
     ASCII is drawn in Pillow's own font. Characters that no font here has lose their accents, or become "?".
     """
-    missing = {c for text in texts for c in text if not c.isascii()}
-    if not missing:
+    wanted = {c for text in texts for c in text if not c.isascii()}
+    if not wanted:
         return ImageFont.load_default(size), list(texts)
-    best = ""
+    best, missing = "", wanted
     for name in SYSTEM_FONTS:
-        if (path := _find(name)) and len(rest := {c for c in missing if not _has(path, c)}) < len(
-            missing
-        ):
-            best, missing = path, rest
+        if path := _find(name):
+            rest = {c for c in wanted if not _has(path, c)}
+            if len(rest) < len(missing):
+                best, missing = path, rest
         if not missing:
             break
     font = (
@@ -63,7 +64,9 @@ def to_ascii(text: str) -> str:
 def _find(name: str) -> str:
     """Return the path of a font of the system, or "" if it is not installed."""
     try:
-        return str(ImageFont.truetype(name, 16).path)
+        # Given a bare name, Pillow first opens a file of that name in the working folder, which may be anyone's data.
+        # This path does not exist, so only the font folders are searched.
+        return str(ImageFont.truetype(Path(__file__).with_name(name), 16).path)
     except OSError:
         return ""
 

@@ -75,10 +75,8 @@ def word_hint(word: str, options: Sequence[str], settings: bool) -> str:
     """
     if word.startswith("-"):
         return ""
-    if "--weights" in options:
-        return f"; a model is an option: --weights {word}"
-    if not settings:
-        return ""
-    if "=" in word:
-        return f"; a setting starts with two dashes: --{word}"
-    return f"; a folder of data is a setting: --data.root {word}"
+    if settings:
+        if "=" in word:
+            return f"; a setting starts with two dashes: --{word}"
+        return f"; a folder of data is a setting: --data.root {word}"
+    return f"; a model is an option: --weights {word}" if "--weights" in options else ""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..core.lists import list_first
 from ..errors import SettingsError, WeightsError
 from ..model.pale_transformer import VARIANTS
-from ..weights.compare import can_resize, load_into
+from ..weights.compare import can_resize, load_into, require_finite
 from ..weights.read import Weights, load_weights
 from .building import create
 from .classification.model import Model
@@ -103,6 +103,7 @@ def init_backbone(model: nn.Module, path: Path) -> str:
             f"{path} does not fit this backbone: {len(fitting)} of its {len(own)} tensors could be loaded; "
             f"{_other_model(weights)}"
         )
+    require_finite({name for name, _ in inner.named_parameters()}, fitting, path)
     inner.load_state_dict(fitting, strict=False)
     missing = sorted(own.keys() - fitting.keys())
     unfit = sorted((own.keys() & tensors.keys()) - fitting.keys())

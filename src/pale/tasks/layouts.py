@@ -10,12 +10,12 @@ import numpy as np
 
 from ..core.plain_json import parse_json
 from ..data.decoding import read_stored_image
-from ..data.reading import SUFFIXES, display_name, read_text
+from ..data.reading import display_name, read_text
 from ..data.remote import address_of
 from ..data.sources.class_list import IGNORED, read_entries
 from ..data.sources.label_formats import detect_format
 from ..data.sources.masks import MASK_SUFFIXES
-from ..data.sources.paths import folder_names, missing_folder, walk_files
+from ..data.sources.paths import folder_names, is_image_file, missing_folder, walk_files
 from ..errors import DataError, SettingsError
 
 HOLD_OUT: dict[str, object] = {"data.hold_out": 0.2, "data.hold_out_by": "name"}
@@ -87,7 +87,7 @@ def _folders(root: Path) -> Layout:
         return Layout("classification")
     if (root / "train").is_dir() and any(each.is_dir() for each in (root / "train").iterdir()):
         return Layout("classification", dict(HOLD_OUT))
-    loose = [path for path in root.iterdir() if path.suffix.lower() in SUFFIXES]
+    loose = [path for path in root.iterdir() if is_image_file(path)]
     if loose and not any(path.is_dir() for path in root.iterdir()):
         raise DataError(
             f"{root} holds images, but no folder for each class; move the images of each class into a folder of its "
@@ -126,11 +126,11 @@ def _masks(root: Path | None, given: Mapping[str, object]) -> Layout:
     for name in CLASS_LISTS:
         if (base / name).is_file():
             settings["data.classes"] = name
-            _keep_ignored(found, {entry.value for entry in read_entries(base / name)}, given)
+            _make_255_a_class(found, {entry.value for entry in read_entries(base / name)}, given)
             return found
     folder = base / folders[1].replace("{split}", "train")
     values = _mask_values(folder)
-    _keep_ignored(found, values, given)
+    _make_255_a_class(found, values, given)
     ignored = given.get("data.ignore", settings.get("data.ignore", [IGNORED]))
     if isinstance(ignored, list | tuple):
         values -= set(ignored)
@@ -142,15 +142,15 @@ def _masks(root: Path | None, given: Mapping[str, object]) -> Layout:
     return found
 
 
-def _keep_ignored(
+def _make_255_a_class(
     found: Layout, values: Set[int] | Set[int | None], given: Mapping[str, object]
 ) -> None:
-    """Make 255 a class if there is one other value only, as in binary masks."""
+    """Make 255 a class if the masks have only one other value, as binary masks do."""
     if IGNORED not in values or len(values) != 2 or "data.ignore" in given:
         return
     found.settings["data.ignore"] = []
     found.notes.append(
-        f"{IGNORED} is one of two values, so it is a class and not unlabelled; otherwise give --data.ignore "
+        f"the masks have two values, so {IGNORED} is a class here; if it means unlabelled, give --data.ignore "
         f"'[{IGNORED}]'"
     )
 

@@ -71,7 +71,7 @@ def recognised(settings: CheckSettings) -> CheckSettings:
         return settings
     names = ["images", "annotations", "kind"]
     if "masks" in given:
-        names += ["masks", "classes", "hold_out", *["ignore"] * (settings.ignore is None)]
+        names += ["masks", "classes", "hold_out", "ignore"]
     changes: dict[str, Any] = {name: given[name] for name in names if name in given}
     if {"train", "val"} <= given.keys():
         changes["splits"] = [given["train"], given["val"]]

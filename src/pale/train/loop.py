@@ -40,7 +40,7 @@ from .evaluate import Evaluation
 from .guard import LAG, StepRecord
 from .log import Display, Log, next_steps
 from .memory import training_shortage
-from .preflight import find_warnings, require_memory
+from .preflight import estimate_memory, find_warnings, require_memory
 from .resuming import (
     check_length,
     check_progress_kept,
@@ -533,7 +533,8 @@ def build_trainer(recipe: Recipe, run: Path, world: World, delayed: bool | None 
     sampler = StreamSampler(stream, 0, world.rank, world.size, recipe.accumulate)
     recipe.check_batch_split(world.size)
     state = build_state(recipe, task, world)
-    require_memory(recipe, world, task, data, stream, state)
+    arguments = recipe, world, task, data, stream, state
+    require_memory(recipe, world, partial(estimate_memory, *arguments))
     stepper = build_step(recipe, world, task, state, sampler, delayed)
     part = max(recipe.batch // (world.size * recipe.accumulate), 1)
     evaluation = Evaluation(task, world, part, recipe.workers, even=state.sharded)

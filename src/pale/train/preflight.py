@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,17 +68,15 @@ def _more_steps(recipe: Recipe) -> str:
     return "raise --epochs or lower --batch (pale train finetune chooses both)"
 
 
-def require_memory(
-    recipe: Recipe,
-    world: World,
-    task: Task,
-    data: Dataset[Any],
-    stream: Stream,
-    state: TrainState,
-) -> None:
+def require_memory(recipe: Recipe, world: World, estimate: Callable[[], int]) -> None:
     """Raise a `MemoryShortageError` if a step needs more memory than the machine has left; on a CPU, in one process.
 
     A GPU raises an out-of-memory error; the operating system kills a process without a message.
+
+    Args:
+        recipe: the recipe.
+        world: the processes and their devices.
+        estimate: `estimate_memory` with its arguments; it is called only where its result is needed.
     """
     if world.device.type != "cpu" or world.size > 1:
         return
@@ -85,7 +84,7 @@ def require_memory(
     if available is None:
         return
     try:
-        needed = estimate_memory(recipe, world, task, data, stream, state)
+        needed = estimate()
     except (ValueError, OSError):  # an unreadable image, which the run itself reports
         return
     if MARGIN * needed > available:

@@ -48,11 +48,11 @@ def load_into(
                 f"{len(own[name]) - background}; set model.new_head=true to load the backbone alone"
             )
     _require_equal_shapes(own, tensors, source)
-    _require_finite({name for name, _ in model.named_parameters()}, tensors, source)
+    require_finite({name for name, _ in model.named_parameters()}, tensors, source)
     model.load_state_dict(tensors)
 
 
-def _require_finite(
+def require_finite(
     parameters: Set[str], tensors: Mapping[str, Tensor], source: str | os.PathLike[str]
 ) -> None:
     """Raise `WeightsError` for NaN and Inf, with which every result is wrong; buffers may be infinite."""

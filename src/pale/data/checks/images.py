@@ -22,7 +22,7 @@ from ..decoding import read_image
 from ..reading import SUFFIXES, UNSUPPORTED_SUFFIXES, UnreadableImageError, display_name
 from ..sources.class_list import row_strips
 from ..sources.images import ImageSource, read_list
-from ..sources.paths import folder_names, is_image_file, missing_folder
+from ..sources.paths import folder_names, is_hidden, is_image_file, missing_folder
 from ..sources.shards import ShardFiles
 from .copies import SAME_IMAGE_ADVICE, pixel_digest
 from .report import ImageReport, Problem
@@ -195,7 +195,7 @@ def _walk_splits(root: Path, splits: tuple[str, ...]) -> Iterator[DatasetFile]:
             inside = Path(folder).relative_to(root / split)
             label = display_name(inside.parts[0]) if inside.parts else ""
             for name in sorted(names):
-                if name.startswith("."):
+                if is_hidden(name):
                     continue
                 kind: Literal["image", "other", "loose"] = "image" if label else "loose"
                 if not name.lower().endswith(SUFFIXES):

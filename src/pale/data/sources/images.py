@@ -25,7 +25,7 @@ from ..reading import (
 )
 from . import holding
 from .holding import HoldOutBy
-from .paths import folder_names, missing_folder, walk_files
+from .paths import folder_names, is_hidden, missing_folder, walk_files
 
 MAX_REPEATS = 20  # maximum number of repetitions of an image in an epoch with balanced sampling
 
@@ -110,7 +110,7 @@ def read_folder(root: Path, classes: Sequence[str] | None = None) -> ImageFiles:
     layout = f"expected are {root}/<class>/<image>, one folder per class"
     if not root.is_dir():
         raise ValueError(f"{missing_folder(root)}; {layout}")
-    folders = [name for name in folder_names(root) if not name.startswith(".")]
+    folders = [name for name in folder_names(root) if not is_hidden(name)]
     if not folders:
         raise ValueError(f"{root} contains no folders; {layout}")
     names = [display_name(name) for name in folders]

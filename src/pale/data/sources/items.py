@@ -28,6 +28,7 @@ from ..reading import (
     display_name,
     open_regular,
 )
+from .paths import is_hidden
 from .shards import read_at
 from .tar_files import tar_members
 
@@ -220,11 +221,6 @@ def source_prefixes(names: Sequence[str]) -> list[str]:
 def is_file_name(name: str) -> bool:
     """Return whether a source of this name is an image or an archive, by its name."""
     return is_image_name(name) or is_archive(name)
-
-
-def is_hidden(name: str) -> bool:
-    """Return whether a file is hidden, such as the `._photo.jpg` that macOS writes beside `photo.jpg`."""
-    return name.rpartition("/")[2].startswith(".")
 
 
 def _entries(source: Path) -> Iterator[tuple[str, str]]:

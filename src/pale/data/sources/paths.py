@@ -21,10 +21,15 @@ def require_root(root: Path | None) -> Path:
     return root
 
 
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder is hidden, or was added to an archive by macOS: `._photo.jpg`, `__MACOSX`."""
+    last = name.rpartition("/")[2]
+    return last.startswith(".") or last == "__MACOSX"
+
+
 def is_image_file(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> bool:
     """Return whether a path is neither hidden nor a folder, and has the suffix of an image."""
-    hidden = path.name.startswith(".")
-    return not hidden and path.suffix.lower() in suffixes and not path.is_dir()
+    return not is_hidden(path.name) and path.suffix.lower() in suffixes and not path.is_dir()
 
 
 def missing_folder(path: Path) -> str:
@@ -47,7 +52,7 @@ def walk_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
     for folder, _, names in sorted(os.walk(root)):
         inside = os.path.relpath(folder, root)
         for name in sorted(names):
-            if name.lower().endswith(suffixes) and not name.startswith("."):
+            if name.lower().endswith(suffixes) and not is_hidden(name):
                 yield os.path.normpath(os.path.join(inside, name))
 
 

@@ -27,12 +27,12 @@ from .items import (
     distinct,
     is_archive,
     is_file_name,
-    is_hidden,
     list_names,
     own_archives,
     source_prefixes,
     tar_items,
 )
+from .paths import is_hidden
 
 
 def remote_items(

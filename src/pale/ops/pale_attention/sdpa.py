@@ -53,7 +53,8 @@ def _has_slow_backward(q: Tensor) -> bool:
     Measured with bfloat16 and groups of up to 150 tokens (torch 2.15). The forward pass alone is faster in bfloat16.
     """
     low = q.dtype in (torch.bfloat16, torch.float16)
-    return low and q.device.type == "cpu" and q.requires_grad and torch.is_grad_enabled()
+    has_backward = q.requires_grad and torch.is_grad_enabled() and not exporting()
+    return low and q.device.type == "cpu" and has_backward
 
 
 def _traceable(q: Tensor) -> bool:

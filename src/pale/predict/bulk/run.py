@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -197,17 +197,17 @@ def _add(writer: PartWriter, result: Prediction | Failed, output: Path) -> None:
 def _uninterrupted() -> Iterator[None]:
     """Hold back SIGINT and SIGTERM until the end of the block: an image half written would be lost or repeated."""
     held: list[int] = []
-    before: dict[int, Any] = {}
     try:
-        if current_thread() is main_thread():  # Python runs no handlers in others
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if (handler := signal.getsignal(number)) is not None:
-                    before[number] = handler
-                    signal.signal(number, lambda number, frame: held.append(number))
-        yield
+        with (
+            ExitStack() as restored
+        ):  # a handler that raises does not keep the other from being restored
+            if current_thread() is main_thread():  # Python runs no handlers in others
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    if (handler := signal.getsignal(number)) is not None:
+                        restored.callback(signal.signal, number, handler)
+                        signal.signal(number, lambda number, frame: held.append(number))
+            yield
     finally:
-        for changed, handler in before.items():
-            signal.signal(changed, handler)
         for received in held:
             signal.raise_signal(received)
 
