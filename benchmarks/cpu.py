@@ -3,20 +3,24 @@
     python benchmarks/cpu.py                            # adds a run to benchmarks/results/cpu.json, rewrites cpu.md
     ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/cpu.py    # the same on a CPU without AVX-512
 
-Inference is in fp32, eager and compiled. A training step is a forward and backward pass without an optimizer, eager, in
-fp32 and under bf16 autocast. Both models take turns in one process. Speed on a shared host changes within minutes, so
-the script is run several times and the page has the median of the runs and each run. Rounds during which other
-processes use the machine are discarded; a row with fewer than six others is left out. A run also measures the speed of
-the two libraries that compute linear layers, and an eager pass by operator.
+Inference is in fp32 unless the mode says otherwise: eager, compiled, and by onnxruntime and OpenVINO (if installed)
+from the file that `pale export --fixed` writes for either model. A training step is a forward and backward pass without
+an optimizer, eager, in fp32 and under bf16 autocast. Both models take turns in one process. Speed on a shared host
+changes within minutes, so the script is run several times and the page has the median of the runs and each run. Rounds
+during which other processes use the machine are discarded; a row with fewer than six others is left out. A run also
+measures the speed of the two libraries that compute linear layers, and an eager pass by operator.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+import pale
 from pale.bench.models import BATCH, MODELS, create_model
 from pale.bench.settings import BenchSettings
 from pale.bench.timing import (
@@ -41,7 +46,11 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/cpu.json"
 TOKENS, CHANNELS, HIDDEN = 1568, 256, 1024  # the MLP of stage 3 at batch 8
 OPERATORS = 8
-MODES = ("eager", "compiled", "training", "training bf16")
+RUNTIMES = "onnxruntime", "openvino"
+MODES = (
+    *("eager", "compiled", "onnxruntime", "onnxruntime int8", "openvino", "openvino bf16"),
+    *("training", "training bf16"),
+)
 BLOCK_SECONDS = 0.5
 MAX_OTHERS = 0.1  # cores that other processes may use during a round that counts
 MIN_KEPT = 6  # rounds of a row
@@ -75,6 +84,11 @@ def time_undisturbed(
         for name, measured in block.items():
             times[name] += measured
     return times, discarded
+
+
+def installed_runtimes() -> list[str]:
+    """Return the runtimes of ONNX files that are installed."""
+    return [name for name in RUNTIMES if importlib.util.find_spec(name) is not None]
 
 
 def describe_processor() -> str:
@@ -131,12 +145,8 @@ def compare(mode: str, batch: int, settings: BenchSettings) -> list[dict[str, An
     x = torch.randn(batch, 3, *settings.size)
     steps: dict[str, Step] = {}
     for name in MODELS:
-        model = create_model(name, settings.size).train(mode.startswith("training"))
-        if model.training:
-            steps[name] = partial(train, model, x, mode.endswith("bf16"))
-        else:
-            call = torch.compile(model, dynamic=False) if mode == "compiled" else model
-            steps[name] = torch.inference_mode()(partial(call, x))
+        model = create_model(name, settings.size)
+        steps[name] = prepare(mode, model, x)
         for _ in range(WARMUP_CALLS):
             steps[name]()
     times, discarded = time_undisturbed(steps, settings)
@@ -155,6 +165,42 @@ def compare(mode: str, batch: int, settings: BenchSettings) -> list[dict[str, An
     return rows
 
 
+def prepare(mode: str, model: nn.Module, x: torch.Tensor) -> Step:
+    """Return a function that runs a model in a mode."""
+    way, _, precision = mode.partition(" ")
+    if way == "training":
+        return partial(train, model.train(), x, precision == "bf16")
+    if way in RUNTIMES:
+        return load_exported(model, x, way, precision)
+    call = torch.compile(model, dynamic=False) if way == "compiled" else model
+    return torch.inference_mode()(partial(call.eval(), x))
+
+
+def load_exported(model: nn.Module, x: torch.Tensor, runtime: str, precision: str) -> Step:
+    """Return a function that runs a model from an ONNX file of the size of `x`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        kind = "int8" if precision == "int8" else "onnx"
+        pale.export(model, path, kind, fixed=True, sizes=[tuple(x[:, 0].shape)])
+        if runtime == "openvino":
+            import openvino
+
+            options = {
+                "INFERENCE_PRECISION_HINT": precision or "f32",
+                "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            }
+            compiled = openvino.Core().compile_model(path, "CPU", options)
+            return partial(compiled, x.numpy())
+        import onnxruntime
+
+        settings = onnxruntime.SessionOptions()
+        settings.intra_op_num_threads = torch.get_num_threads()
+        # Threads that spin while they wait would slow down the other model, which is timed in the same process.
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        run = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"]).run
+        return partial(run, None, {"images": x.numpy()})
+
+
 def train(model: nn.Module, x: torch.Tensor, low: bool) -> None:
     """Run a forward and a backward pass; `low`: under bf16 autocast."""
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
@@ -170,6 +216,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
         "about": describe_run(settings) | {"processor": describe_processor()},
         "isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "all"),
+        "runtimes": {name: version(name) for name in installed_runtimes()},
         "rows": [row for m in args.mode for b in args.batch for row in compare(m, b, settings)],
         "linear": linear_speeds(),
         "attention": attention_speed(),
@@ -181,9 +228,11 @@ def page(runs: list[dict[str, Any]]) -> str:
     """Return the page for all runs."""
     lines = ["# Pale-T and Swin-T on a CPU", ""]
     lines += [
-        "Random data, both models in turn in one process, medians and quartiles. Inference (eager, compiled) in fp32;",
-        "training is an eager forward and backward pass, in fp32 and under bf16 autocast.",
+        "Random data, both models in turn in one process, medians and quartiles. Inference is in fp32 unless the mode",
+        "says otherwise. onnxruntime and OpenVINO run the files of `pale export --fixed`.",
     ]
+    if any(row["mode"].startswith("training") for run in runs for row in run["rows"]):
+        lines += ["Training is an eager forward and backward pass, in fp32 or under bf16 autocast."]
     lines += ["Written by `python benchmarks/cpu.py`, one execution for each run of a table.", ""]
     for key in dict.fromkeys(map(machine, runs)):
         lines += section(key, [run for run in runs if machine(run) == key])
@@ -194,10 +243,11 @@ def machine(run: dict[str, Any]) -> str:
     """Return hardware and versions of a run."""
     about = run["about"]
     packages = about["packages"]
+    runtimes = "".join(f", {name} {found}" for name, found in run["runtimes"].items())
     isa = "" if run["isa"] == "all" else f", oneDNN limited to {run['isa']}"
     return (
         f"{about['processor']}, {about['threads']} threads{isa}, "
-        f"{'x'.join(map(str, about['setting']['size']))}, torch {packages['torch']}, timm {packages['timm']}"
+        f"{'x'.join(map(str, about['setting']['size']))}, torch {packages['torch']}, timm {packages['timm']}{runtimes}"
     )
 
 
@@ -250,7 +300,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--mode", nargs="+", default=MODES, choices=MODES)
+    missing = set(RUNTIMES).difference(installed_runtimes())
+    default = [mode for mode in MODES if mode.partition(" ")[0] not in missing]
+    parser.add_argument("--mode", nargs="+", default=default, choices=MODES)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, BATCH["cpu"]])
     parser.add_argument("--size", type=int, nargs=2, default=(224, 224))
     parser.add_argument("--rounds", type=int, default=40)

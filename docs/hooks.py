@@ -56,7 +56,6 @@ OUTSIDE = {
     "benchmarks/results/demo_weights_h200.json": "results/demo_weights_h200.json",
     "benchmarks/results/bulk_cpu.md": "results/bulk_cpu.md",
     "benchmarks/results/cpu.md": "results/cpu.md",
-    "benchmarks/results/onnx_cpu.md": "results/onnx_cpu.md",
     "benchmarks/results/transfer_cpu.md": "results/transfer_cpu.md",
     "benchmarks/results/serving_cpu.md": "results/serving_cpu.md",
     "benchmarks/results/interop.json": "results/interop.json",

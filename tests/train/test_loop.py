@@ -1,5 +1,6 @@
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -542,6 +543,15 @@ def test_images_augmented_on_the_device_train_as_those_of_workers(tmp_path, make
     )
     assert found == pytest.approx(known, rel=0.02)
     assert found != known  # other pixels by a grey level: it was really another way
+
+
+def test_images_augmented_on_the_device_train_in_bf16(tmp_path):
+    """The estimate of memory augmented them under autocast, which is an error."""
+    recipe = classification_recipe(data__on_device="pictures", augment={"auto": "rand-m9-n3"})
+    train(recipe.override({"precision": "bf16"}), tmp_path / "run", ALONE, quiet=True)
+    losses = [entry["loss"] for entry in events(tmp_path / "run", "step")]
+    assert losses
+    assert all(math.isfinite(loss) for loss in losses)
 
 
 @pytest.mark.parametrize("work", ["decoding", "pictures"])  # kept name

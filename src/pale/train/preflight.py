@@ -123,8 +123,9 @@ def estimate_memory(
     }  # batch norms change theirs
     dtype = compute_dtype(recipe.precision, world.device)
     with torch.random.fork_rng(devices=[]):
+        prepared = task.prepare(to_device(batch, world.device), 0)
         with saved_tensors_hooks(count, lambda tensor: tensor), autocast(world.device, dtype):
-            loss = task.loss(model, task.prepare(to_device(batch, world.device), 0))
+            loss = task.loss(model, prepared)
         del loss
     with torch.no_grad():
         for name, value in model.named_buffers():
