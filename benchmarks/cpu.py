@@ -193,10 +193,10 @@ def load_exported(model: nn.Module, x: torch.Tensor, runtime: str, precision: st
             return partial(compiled, x.numpy())
         import onnxruntime
 
+        # Threads of a session that wait spin, which would slow down the other session: both have the same threads.
+        onnxruntime.set_global_thread_pool_sizes(torch.get_num_threads(), 1)
         settings = onnxruntime.SessionOptions()
-        settings.intra_op_num_threads = torch.get_num_threads()
-        # Threads that spin while they wait would slow down the other model, which is timed in the same process.
-        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        settings.use_per_session_threads = False
         run = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"]).run
         return partial(run, None, {"images": x.numpy()})
 

@@ -94,6 +94,19 @@ def test_the_runtime_adds_the_bias_of_the_mlp_as_part_of_gelu(tmp_path: Path) ->
     assert (kinds.count("BiasGelu"), kinds.count("Gelu")) == (2, 0)
 
 
+def test_pointwise_layers_are_convolutions_unless_they_are_quantized(tmp_path: Path) -> None:
+    size = {"fixed": True, "sizes": [(1, 56, 56)]}
+    pale.export(small(), tmp_path / "a.onnx", **size)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "a.onnx").graph.node]
+    # Two blocks: depthwise and pointwise layers of q, k and v, and CPE; the stem.
+    assert kinds.count("Conv") == 2 * (3 + 3 + 1) + 1
+    pale.export(small(), tmp_path / "b.onnx", "int8", **size)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "b.onnx").graph.node]
+    assert kinds.count("Conv") == 2 * (3 + 1) + 1
+    # q, k, v, projection and the two layers of the MLP; the classifier.
+    assert kinds.count("MatMulInteger") == 2 * 6 + 1
+
+
 def test_exporting_does_not_change_the_model() -> None:
     model = small()
     before = {name: x.clone() for name, x in model.state_dict().items()}

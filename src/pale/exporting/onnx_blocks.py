@@ -6,6 +6,8 @@ larger operations:
 - tokens are the rows of a matrix, (b * h * w, c), so that a linear layer is one Gemm with its bias;
 - only the first layer of the MLP is MatMul and Add, on (1, b * h * w, c): onnxruntime adds this bias as part of GELU,
   but for a matrix it would make a Gemm, which writes the bias to the whole result before it multiplies;
+- the pointwise layers of phi are 1x1 convolutions: onnxruntime computes them in the layout of the depthwise
+  convolutions before them, with blocks of channels. For quantization, which is of products of matrices, they are Gemm;
 - attention is one operator (`onnx_attention`), which also spares the tracer hundreds of nodes for the sizes of groups;
 - `x + CPE(x)` is one convolution: the residual connection is added to the middle of its kernels;
 - the scale d^-0.5 is part of phi_Q;
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from timm.layers import DropPath
@@ -29,11 +31,13 @@ from ..model.pale_transformer import PaleBlock, PSAttention
 from ..ops.shortcuts import is_plain, is_plain_depthwise, is_watched
 from .onnx_attention import attention, token_map, tokens
 
+L = TypeVar("L", nn.Linear, nn.Conv2d)
+
 
 class OnnxBlock(nn.Module):
     """A block with the weights of `block`, which must pass `can_rewrite`; for `torch.export` only."""
 
-    def __init__(self, block: PaleBlock) -> None:
+    def __init__(self, block: PaleBlock, quantize: bool) -> None:
         super().__init__()
         attn: Any = block.attn
         self.heads, self.region = attn.heads, attn.region
@@ -43,12 +47,14 @@ class OnnxBlock(nn.Module):
         self.weight1 = nn.Parameter(fc1.weight.detach().t().contiguous(), requires_grad=False)
         self.bias1 = fc1.bias
         phis = attn.phi_q, attn.phi_k, attn.phi_v
-        self.depthwise = nn.ModuleList(phi.depthwise for phi in phis)
-        phi_q, phi_k, phi_v = (phi.pointwise for phi in phis)
-        d = phi_q.out_features // self.heads
-        self.phi_q = _linear(phi_q.weight * d**-0.5, phi_q.bias * d**-0.5)
-        self.phi_k, self.phi_v = _linear(phi_k.weight, None), _linear(phi_v.weight, None)
-        self.proj = _linear(attn.proj.weight, attn.proj.bias + attn.proj.weight @ phi_v.bias)
+        q, k, v = (phi.pointwise for phi in phis)
+        scale = (q.out_features // self.heads) ** -0.5
+        layers = (q.weight * scale, q.bias * scale), (k.weight, None), (v.weight, None)
+        make = _linear if quantize else _pointwise
+        self.phis = nn.ModuleList(
+            OnnxPhi(phi.depthwise, make(*layer)) for phi, layer in zip(phis, layers, strict=True)
+        )
+        self.proj = _linear(attn.proj.weight, attn.proj.bias + attn.proj.weight @ v.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, h, w, c) -> (b, h, w, c)."""
@@ -57,22 +63,41 @@ class OnnxBlock(nn.Module):
             x = _channels_last(self.cpe(_channels_first(x)))
         x = tokens(x)
         y = _channels_first(token_map(self.norm1(x), like))
-        q, k, v = (tokens(_channels_last(conv(y))) for conv in self.depthwise)
-        q, k, v = self.phi_q(q), self.phi_k(k), self.phi_v(v)
+        q, k, v = (phi(y) for phi in self.phis)
         x = x + self.proj(attention(q, k, v, like, self.heads, self.region))
         y = torch.matmul(self.norm2(x).unsqueeze(0), self.weight1) + self.bias1
         x = x + self.fc2(self.act(y).squeeze(0))
         return token_map(x, like)
 
 
-def rewrite(model: nn.Module) -> nn.Module | None:
-    """Return a copy of `model` with other blocks, or None if it has no block or one that cannot be rewritten."""
+class OnnxPhi(nn.Module):
+    """A depthwise convolution and a pointwise layer, which is linear or a convolution."""
+
+    def __init__(self, depthwise: nn.Conv2d, pointwise: nn.Linear | nn.Conv2d) -> None:
+        super().__init__()
+        self.depthwise, self.pointwise = depthwise, pointwise
+
+    def forward(self, y: Tensor) -> Tensor:
+        """(b, c, h, w) -> (b * h * w, c)."""
+        y = self.depthwise(y)
+        if isinstance(self.pointwise, nn.Conv2d):
+            return tokens(_channels_last(self.pointwise(y)))
+        return self.pointwise(tokens(_channels_last(y)))
+
+
+def rewrite(model: nn.Module, quantize: bool = False) -> nn.Module | None:
+    """Return a copy of `model` with other blocks, or None if it has no block or one that cannot be rewritten.
+
+    Args:
+        model: the model.
+        quantize: whether its linear layers will be quantized; they stay linear then.
+    """
     blocks = [module for module in model.modules() if isinstance(module, PaleBlock)]
     if not blocks or not all(map(can_rewrite, blocks)):
         return None
     model = copy.deepcopy(model)
     for parent, name, block in list(_blocks(model)):
-        setattr(parent, name, OnnxBlock(block))
+        setattr(parent, name, OnnxBlock(block, quantize))
     return model
 
 
@@ -133,6 +158,16 @@ def _with_identity(conv: nn.Conv2d) -> nn.Conv2d:
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     c_out, c_in = weight.shape
     layer = nn.Linear(c_in, c_out, bias=bias is not None, device="meta")
+    return _with_weights(layer, weight, bias)
+
+
+def _pointwise(weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
+    c_out, c_in = weight.shape
+    layer = nn.Conv2d(c_in, c_out, 1, bias=bias is not None, device="meta")
+    return _with_weights(layer, weight[:, :, None, None], bias)
+
+
+def _with_weights(layer: L, weight: Tensor, bias: Tensor | None) -> L:
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach(), requires_grad=False)

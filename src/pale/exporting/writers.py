@@ -122,7 +122,7 @@ def _aoti(job: Job, path: Path, report: Say) -> Run:
     return _run(compat.aoti_load_package(str(path)))
 
 
-def _onnx(job: Job, path: Path, report: Say) -> Run:
+def _onnx(job: Job, path: Path, report: Say, quantize: bool = False) -> Run:
     import onnx
 
     # Needs onnxscript, as this format does.
@@ -130,7 +130,7 @@ def _onnx(job: Job, path: Path, report: Say) -> Run:
     from .onnx_blocks import rewrite
 
     report("tracing")
-    if (model := rewrite(job.model)) is None:
+    if (model := rewrite(job.model, quantize)) is None:
         program = _program(job)
     else:
         # Without the sizes of groups, which are not traced, no operation depends on a size being large.
@@ -216,7 +216,7 @@ def _int8(job: Job, path: Path, report: Say) -> Run:
 
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "plain.onnx"
-        _onnx(job, plain, report)
+        _onnx(job, plain, report, quantize=True)
         report("quantising")
         graph = onnx.load(plain)
         # Shapes of intermediate results, which the quantiser reports as wrong after it has transposed weights.
