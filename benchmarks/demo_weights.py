@@ -8,9 +8,9 @@
     python benchmarks/demo_weights.py DATA OUT --toy --peers ''        # a few steps on a CPU, to try the script
 
 DATA holds oxford-iiit-pet/. All models use the same recipes, heads and settings (demo.*): the classifier is trained
-from scratch or from --start, segmenter and detector start from the backbone of the classifier of the same model and
-seed. The weights of the last step are measured. Seed 0 of our model is packed, whatever other seeds reach; its card
-reports the packed file.
+from scratch or from --start; segmenter and detector start from the backbone of the classifier of the same model and
+seed, or with --independent as the classifier does. The weights of the last step are measured. Seed 0 of our model is
+packed, whatever other seeds reach; its card reports the packed file.
 
 OUT gets NAME.safetensors, NAME.md, index.json and demo_weights.json (every run's figures): all but the last are the
 files of src/pale/weights/zoo. The runs themselves are under --runs. Finished runs are not repeated; an interrupted run
@@ -158,8 +158,8 @@ def key(args: argparse.Namespace, task: str) -> str:
     """Return a hash of everything but model and seed that the result depends on."""
     parts = [get(PLANS[task].recipe).plain(), settings(args, task)]
     if task != "classify":
-        parts.append(None if args.scratch else key(args, "classify"))
-    elif args.start:
+        parts.append(None if args.independent else key(args, "classify"))
+    if args.start and (task == "classify" or args.independent):
         parts.append(args.start)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
@@ -169,9 +169,9 @@ def trained(args: argparse.Namespace, task: str, model: str, seed: int) -> tuple
     words: list[object] = [PLANS[task].recipe, "--data.root", args.data / "oxford-iiit-pet"]
     words += ["--model.name", model, "--seed", seed, "--data.workers", args.workers]
     words += ["--saving.every_minutes", 1, *settings(args, task)]
-    if task == "classify":
+    if task == "classify" or args.independent:
         words += ["--init", args.start] if args.start else []
-    elif not args.scratch:
+    else:
         words += ["--init", classifier(args, model, seed)]
     run = args.runs / f"{task}_{model}_{seed}_{key(args, task)}"
     return run, train(args, run, words)
@@ -193,7 +193,8 @@ def packs(args: argparse.Namespace, model: str, seed: int) -> bool:
 def identity(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
     """Return the values that identify a row."""
     found = {"task": task, "model": model, "seed": seed, "key": key(args, task)}
-    start = args.start if task == "classify" else "" if args.scratch else PLANS["classify"].name
+    alike = task == "classify" or args.independent
+    start = args.start if alike else PLANS["classify"].name
     return found | {"settings": settings(args, task), "start": start}
 
 
@@ -234,16 +235,16 @@ def ahead(args: argparse.Namespace, plan: list[tuple[str, str, int]]) -> None:
     plan = [item for item in plan if known(args, *item) is None]
     first = [item for item in plan if item[0] == "classify"]
     rest = [item for item in plan if item[0] != "classify"]
-    if not args.scratch:  # classifiers that the rest starts from
+    if not args.independent:  # classifiers that the rest starts from
         first = list(dict.fromkeys(first + [("classify", model, seed) for _, model, seed in rest]))
     with pool(args.jobs) as executor:
         started = {executor.submit(trained, args, *item): item for item in first}
-        after = [executor.submit(trained, args, *item) for item in rest if args.scratch]
+        after = [executor.submit(trained, args, *item) for item in rest if args.independent]
         for future in as_completed(started):
             _, *which = item = started[future]
             with suppress(StoppedError, RuntimeError):
                 future.result()
-                followers = [] if args.scratch else [i for i in rest if list(i[1:]) == which]
+                followers = [] if args.independent else [i for i in rest if list(i[1:]) == which]
                 if followers and packs(args, *which):
                     row(args, *item)
                 after += [executor.submit(trained, args, *follower) for follower in followers]
@@ -549,7 +550,9 @@ def main() -> None:
     for task in PLANS:
         parser.add_argument(f"--{task}", default="", metavar="SETTINGS", help="'--epochs 100'")
     parser.add_argument(
-        "--scratch", action="store_true", help="do not start from the classifier's backbone"
+        "--independent",
+        action="store_true",
+        help="segmenter and detector start as the classifier does, not from its backbone",
     )
     parser.add_argument(
         "--workers", type=int, default=14, help="data loading processes of each run"
