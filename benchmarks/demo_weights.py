@@ -449,6 +449,9 @@ def card(args: argparse.Namespace, task: str) -> str:
             "images it was trained on."
         )
     licence += " The photos are CC BY-SA 4.0 (Oxford-IIIT Pet) and not contained."
+    earlier = ""
+    if args.start:
+        earlier = f"\nThe images that `{args.start}` was trained on, other cats and dogs among them, are on its card."
     toy = "**A toy run, to test the script: these weights are of no use.**\n\n" if args.toy else ""
     return f"""---
 license: {entry.license}
@@ -488,7 +491,7 @@ With {count:.0f} photos the standard error of an accuracy is up to {50 / count**
 ## Data
 
 Oxford-IIIT Pet (Parkhi, Vedaldi, Zisserman, Jawahar, CVPR 2012), scaled to a short side of at most 160 pixels: its
-official trainval list for training, {count:.0f} photos of its official test list (3669) for the figures above.
+official trainval list for training, {count:.0f} photos of its official test list (3669) for the figures above.{earlier}
 
 ## Limits
 
