@@ -19,8 +19,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from pale.bench.timing import (
     quartiles,
     time_call,
 )
+from pale.exporting import Format
 from pale.ops.linear import native, onednn
 
 ROOT = Path(__file__).parents[1]
@@ -145,8 +148,7 @@ def compare(mode: str, batch: int, settings: BenchSettings) -> list[dict[str, An
     x = torch.randn(batch, 3, *settings.size)
     steps: dict[str, Step] = {}
     for name in MODELS:
-        model = create_model(name, settings.size)
-        steps[name] = prepare(mode, model, x)
+        steps[name] = prepare(mode, name, x)
         for _ in range(WARMUP_CALLS):
             steps[name]()
     times, discarded = time_undisturbed(steps, settings)
@@ -165,23 +167,26 @@ def compare(mode: str, batch: int, settings: BenchSettings) -> list[dict[str, An
     return rows
 
 
-def prepare(mode: str, model: nn.Module, x: torch.Tensor) -> Step:
+def prepare(mode: str, name: str, x: torch.Tensor) -> Step:
     """Return a function that runs a model in a mode."""
     way, _, precision = mode.partition(" ")
+    if way in RUNTIMES:
+        return load_exported(name, x, way, precision)
+    model = create_model(name, tuple(x.shape[2:]))
     if way == "training":
         return partial(train, model.train(), x, precision == "bf16")
-    if way in RUNTIMES:
-        return load_exported(model, x, way, precision)
     call = torch.compile(model, dynamic=False) if way == "compiled" else model
     return torch.inference_mode()(partial(call.eval(), x))
 
 
-def load_exported(model: nn.Module, x: torch.Tensor, runtime: str, precision: str) -> Step:
+def load_exported(name: str, x: torch.Tensor, runtime: str, precision: str) -> Step:
     """Return a function that runs a model from an ONNX file of the size of `x`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        kind = "int8" if precision == "int8" else "onnx"
-        pale.export(model, path, kind, fixed=True, sizes=[tuple(x[:, 0].shape)])
+        # In another process, because the check of the file runs onnxruntime with other threads.
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            kind = "int8" if precision == "int8" else "onnx"
+            process.submit(write_file, name, tuple(x[:, 0].shape), kind, path).result()
         if runtime == "openvino":
             import openvino
 
@@ -193,12 +198,18 @@ def load_exported(model: nn.Module, x: torch.Tensor, runtime: str, precision: st
             return partial(compiled, x.numpy())
         import onnxruntime
 
-        # Threads of a session that wait spin, which would slow down the other session: both have the same threads.
+        # Waiting threads of onnxruntime spin. Both models have the same threads, so that none spins during the other's
+        # turn.
         onnxruntime.set_global_thread_pool_sizes(torch.get_num_threads(), 1)
         settings = onnxruntime.SessionOptions()
         settings.use_per_session_threads = False
         run = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"]).run
         return partial(run, None, {"images": x.numpy()})
+
+
+def write_file(name: str, size: tuple[int, int, int], kind: Format, path: Path) -> None:
+    """Export a model for one size: (batch, height, width)."""
+    pale.export(create_model(name, size[1:]), path, kind, fixed=True, sizes=[size])
 
 
 def train(model: nn.Module, x: torch.Tensor, low: bool) -> None:

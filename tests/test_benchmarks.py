@@ -16,8 +16,6 @@ import pytest
 import torch
 from support.scripts import FOLDER, import_scripts
 
-import pale
-
 SIZE = (64, 64)
 
 
@@ -210,25 +208,25 @@ def test_rounds_of_the_cpu_comparison_count_only_without_other_load(monkeypatch)
 
 
 @pytest.mark.parametrize("mode", ["eager", "onnxruntime"])
-def test_modes_of_the_cpu_comparison_compute_the_same(mode: str) -> None:
-    cpu = load_script("cpu")
-    model = pale.create_model("pale_nano", num_classes=3).eval().requires_grad_(False)
-    x = torch.randn(2, 3, 64, 64)
-    found = cpu.prepare(mode, model, x)()
-    found = found[0] if isinstance(found, list) else found
-    torch.testing.assert_close(torch.as_tensor(found), model(x), rtol=1e-4, atol=1e-4)
+def test_modes_of_the_cpu_comparison_run_the_model(mode: str, monkeypatch) -> None:
+    cpu = import_scripts(monkeypatch, "cpu")["cpu"]
+    found = cpu.prepare(mode, "pale_nano", torch.randn(2, 3, 64, 64))()
+    (logits,) = found if isinstance(found, list) else [found]
+    assert logits.shape == (2, 1000)
 
 
-@pytest.mark.parametrize("mode", ["training", "training bf16"])
-def test_a_training_step_of_the_cpu_comparison_has_a_backward_pass(mode: str) -> None:
+def test_a_training_step_of_the_cpu_comparison_has_a_backward_pass() -> None:
     cpu = load_script("cpu")
-    model = torch.nn.Linear(4, 3)
-    calls: list[object] = []
-    model.register_forward_hook(lambda module, given, output: calls.append(output.dtype))
-    model.weight.register_hook(lambda grad: calls.append("backward"))
-    cpu.prepare(mode, model, torch.randn(2, 4))()
-    assert calls == [torch.bfloat16 if mode.endswith("bf16") else torch.float32, "backward"]
-    assert [parameter.grad for parameter in model.parameters()] == [None, None]
+    for low, dtype in [(True, torch.bfloat16), (False, torch.float32)]:
+        model = torch.nn.Linear(4, 3)
+        calls: list[object] = []
+        model.register_forward_hook(
+            lambda module, given, output, calls=calls: calls.append(output.dtype)
+        )
+        model.weight.register_hook(lambda grad, calls=calls: calls.append("backward"))
+        cpu.train(model, torch.randn(2, 4), low)
+        assert calls == [dtype, "backward"]
+        assert [parameter.grad for parameter in model.parameters()] == [None, None]
 
 
 def test_the_page_of_the_cpu_comparison_has_the_medians_of_its_runs() -> None:
