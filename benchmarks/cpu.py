@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -198,13 +198,19 @@ def load_exported(name: str, x: torch.Tensor, runtime: str, precision: str) -> S
             return partial(compiled, x.numpy())
         import onnxruntime
 
-        # Waiting threads of onnxruntime spin. Both models have the same threads, so that none spins during the other's
-        # turn.
-        onnxruntime.set_global_thread_pool_sizes(torch.get_num_threads(), 1)
+        create_onnxruntime_threads()
         settings = onnxruntime.SessionOptions()
         settings.use_per_session_threads = False
         run = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"]).run
         return partial(run, None, {"images": x.numpy()})
+
+
+@cache
+def create_onnxruntime_threads() -> None:
+    """Create threads for all sessions: waiting ones spin, and those of a session would slow down the next model."""
+    import onnxruntime
+
+    onnxruntime.set_global_thread_pool_sizes(torch.get_num_threads(), 1)
 
 
 def write_file(name: str, size: tuple[int, int, int], kind: Format, path: Path) -> None:
