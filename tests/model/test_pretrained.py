@@ -299,7 +299,7 @@ def test_general_weights_become_the_default_of_pretrained_alone(folder: Path) ->
     assert default_tag("pale_nano") == "general"
     base = {"num_classes": 1000, "input_size": (3, 224, 224)}
     configs = tagged_configs(base, VARIANTS)
-    assert configs.keys() == {NAME, "pale_nano.general"}
+    assert configs.keys() == {NAME, "pale_nano.general", "pale_nano.pets_scratch"}
     chosen = generate_default_cfgs(configs | {"pale_nano.untrained*": base})["pale_nano"]
     assert chosen.tags[0] == "untrained"
     with pytest.raises(RuntimeError, match="No pretrained weights exist for pale_tiny"):

@@ -27,9 +27,10 @@ def settings(*models: str, **options: object) -> KernelSettings:
     [
         (
             {"target": "h100"},
-            r"compute capability of an NVIDIA GPU, from sm_70, got 'h100'; nvidia",
+            r"compute capability of an NVIDIA GPU, one of 70, .* 121, got 'h100'; nvidia",
         ),
-        ({"target": "sm_60"}, "from sm_70, got 'sm_60'"),
+        ({"target": "sm_60"}, "one of 70, .*, got 'sm_60'"),
+        ({"target": "sm_999"}, "one of 70, .*, got 'sm_999'"),
         ({"target": "sm_90a"}, "got 'sm_90a'"),
         ({"jobs": 0}, "--jobs must be at least 1, got 0"),
         ({"weights": []}, "name at least one model"),

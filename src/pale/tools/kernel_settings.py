@@ -9,7 +9,8 @@ from typing import Literal
 from ..core.options import argument, option, settings_class
 from ..errors import SettingsError
 
-OLDEST = 70  # Volta, the first GPUs that Triton supports
+# From Volta, the first GPUs that Triton supports; its compiler aborts the process for a number that no GPU has.
+CAPABILITIES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
 
 
 @settings_class
@@ -44,9 +45,10 @@ class KernelSettings:
     def capability(self) -> int:
         """Return the compute capability of the target, 90 for sm_90."""
         found = re.fullmatch(r"sm_(\d{2,3})", self.target)
-        if found is None or int(found[1]) < OLDEST:
+        if found is None or int(found[1]) not in CAPABILITIES:
             raise SettingsError(
-                f"--target must be sm_ and the compute capability of an NVIDIA GPU, from sm_{OLDEST}, got "
-                f"{self.target!r}; nvidia-smi --query-gpu=compute_cap --format=csv prints 9.0 for sm_90"
+                "--target must be sm_ and the compute capability of an NVIDIA GPU, one of "
+                f"{', '.join(map(str, CAPABILITIES))}, got {self.target!r}; "
+                "nvidia-smi --query-gpu=compute_cap --format=csv prints 9.0 for sm_90"
             )
         return int(found[1])

@@ -267,6 +267,7 @@ def test_a_run_refuses_to_resume_with_other_weights_of_its_sources(root, tmp_pat
         ({"data.mix": [{"name": "a"}, {"name": "a"}]}, "need different names, got a, a"),
         ({"data.mix": [{"name": "a b"}]}, "data.mix.0.name must"),
         ({"data.mix": [{"name": "a", "weight": 0}]}, "data.mix.0.weight must be greater than 0"),
+        ({"data.mix": [{"name": "a", "weight": 1e308}]}, "data.mix.0.weight must be less than"),
         (
             {"data.mix": [{"name": "a", "kind": "list", "labels": "multi"}]},
             "labels=multi needs kind folder",
@@ -275,7 +276,7 @@ def test_a_run_refuses_to_resume_with_other_weights_of_its_sources(root, tmp_pat
         ({"data.sizes": [[0, 96], [0.5, 8]]}, "sizes from 16 to 2048"),
         ({"data.sizes": [[0, 96], [0.5, 128], [0.5, 160]]}, "shares rising"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_wrong_settings_are_named(root, changes, message):
     with pytest.raises(ValueError, match=message):

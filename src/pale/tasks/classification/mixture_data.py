@@ -29,7 +29,7 @@ class MixSource(Settings):
     labels: Literal["single", "multi"] = "single"  # one class for each image, or any number of tags
     # Sampling frequency of an image relative to images of the other sources; without data.epoch it is also the number
     # of times that an epoch contains each image.
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1e6)
     train: str = "train"
     val: str | None = "val"  # null: the source is not evaluated
     hold_out: float = Field(default=0.0, ge=0, lt=1)  # validate on this share of the training set
