@@ -322,7 +322,7 @@ def effect(run: Path, path: Path, root: Path) -> dict:
     before, after = load(run), load(path)
     errors, same = [], []
     for name in names[:: max(len(names) // PHOTOS, 1)][:PHOTOS]:
-        pixels = before.pixels(read_image(root / "images" / f"{name}.jpg"))[None]
+        pixels = before.preprocess(read_image(root / "images" / f"{name}.jpg"))[None]
         with torch.no_grad():
             a, b = (m.model(m.normalise(pixels)) for m in (before, after))
         errors.append(float((a - b).norm() / a.norm()))
