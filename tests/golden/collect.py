@@ -527,7 +527,8 @@ NUMBERS: dict[str, Any] = {
     "UperNet": _segmenter,
     "Mask R-CNN": _detector,
     **{f"steps of {recipe}": partial(_steps, recipe) for recipe in STEPS},
-    "predict classify_pets": partial(predicted, None, None),
+    # The weights that had this name then.
+    "predict classify_pets": partial(predicted, "pets_scratch", None),
     "predict segment_pets": partial(predicted, None, "segmentation"),
     "predict segment_pets, multi": partial(predicted, None, "segmentation", multi=True),
     "predict detect_pets": partial(predicted, None, "detection", score=0.1),

@@ -34,7 +34,7 @@ from pale.weights import zoo
 from pale.weights.read import load_weights
 from pale.weights.write import save_weights
 
-NAME = "pale_nano.pets"
+NAME, SCRATCH = "pale_nano.pets", "pale_nano.pets_scratch"
 CONV = "stages.0.merge.conv.weight"
 TAGGED = [entry for entry in zoo.list_entries() if entry.timm]
 
@@ -299,7 +299,7 @@ def test_general_weights_become_the_default_of_pretrained_alone(folder: Path) ->
     assert default_tag("pale_nano") == "general"
     base = {"num_classes": 1000, "input_size": (3, 224, 224)}
     configs = tagged_configs(base, VARIANTS)
-    assert configs.keys() == {NAME, "pale_nano.general", "pale_nano.pets_scratch"}
+    assert configs.keys() == {NAME, SCRATCH, "pale_nano.general"}
     chosen = generate_default_cfgs(configs | {"pale_nano.untrained*": base})["pale_nano"]
     assert chosen.tags[0] == "untrained"
     with pytest.raises(RuntimeError, match="No pretrained weights exist for pale_tiny"):
@@ -314,7 +314,8 @@ def test_a_file_and_an_entry_are_all_that_general_weights_need(folder: Path) -> 
         from pale.weights import zoo
         zoo.index.FOLDER = Path({str(folder)!r})
         import timm
-        assert timm.list_pretrained("pale*") == ["pale_nano.general", {NAME!r}]
+        names = ["pale_nano.general", {NAME!r}, {SCRATCH!r}]
+        assert timm.list_pretrained("pale*") == names
         assert timm.create_model("pale_nano").num_classes == 1000
         model = timm.create_model("pale_nano", pretrained=True)
         assert model.num_classes == {made.classes}
