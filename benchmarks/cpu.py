@@ -15,14 +15,15 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def busy_seconds() -> float:
     return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
 
 
+def own_seconds() -> float:
+    """Return the CPU time of this process and of those that run exported models."""
+    total = time.process_time()
+    for child in active_children():
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
 def time_undisturbed(
     steps: Mapping[str, Step], settings: BenchSettings
 ) -> tuple[dict[str, list[float]], int]:
@@ -76,11 +86,11 @@ def time_undisturbed(
     discarded, end = 0, time.monotonic() + settings.seconds
     while len(times[MODELS[0]]) < settings.rounds and time.monotonic() < end:
         block: dict[str, list[float]] = {name: [] for name in steps}
-        busy, own, began = busy_seconds(), time.process_time(), time.monotonic()
+        busy, own, began = busy_seconds(), own_seconds(), time.monotonic()
         while time.monotonic() < began + BLOCK_SECONDS:
             for name, step in steps.items():
                 block[name].append(time_call(step, "cpu"))
-        others = busy_seconds() - busy - (time.process_time() - own)
+        others = busy_seconds() - busy - (own_seconds() - own)
         if others > MAX_OTHERS * (time.monotonic() - began):
             discarded += len(block[MODELS[0]])
             continue
@@ -152,6 +162,8 @@ def compare(mode: str, batch: int, settings: BenchSettings) -> list[dict[str, An
         for _ in range(WARMUP_CALLS):
             steps[name]()
     times, discarded = time_undisturbed(steps, settings)
+    for child in active_children():
+        child.kill()
     kept = len(times[MODELS[0]])
     print(f"{mode}, batch {batch}: {kept} rounds, {discarded} discarded", flush=True)
     if kept < MIN_KEPT:
@@ -180,42 +192,63 @@ def prepare(mode: str, name: str, x: torch.Tensor) -> Step:
 
 
 def load_exported(name: str, x: torch.Tensor, runtime: str, precision: str) -> Step:
-    """Return a function that runs a model from an ONNX file of the size of `x`."""
+    """Return a function that runs a model from an ONNX file of the size of `x`, in a process of its own.
+
+    The process is stopped between calls: waiting threads of onnxruntime spin, which would slow down the other model.
+    """
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    arguments = there, name, tuple(x[:, 0].shape), runtime, precision, torch.get_num_threads()
+    process = context.Process(target=run_exported, args=arguments, daemon=True)
+    process.start()
+    pid = process.pid
+    assert pid is not None
+
+    def step() -> object:
+        os.kill(pid, signal.SIGCONT)
+        here.send(None)
+        shape = here.recv()
+        os.kill(pid, signal.SIGSTOP)
+        return shape
+
+    return step
+
+
+def run_exported(
+    pipe: Connection,
+    name: str,
+    size: tuple[int, int, int],
+    runtime: str,
+    precision: str,
+    threads: int,
+) -> None:
+    """Run a model from an ONNX file for (batch, height, width) once for each message, which the shape answers."""
+    torch.set_num_threads(threads)
+    images = torch.randn(size[0], 3, *size[1:]).numpy()
+    call: Callable[[], Any]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        # In another process, because the check of the file runs onnxruntime with other threads.
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            kind = "int8" if precision == "int8" else "onnx"
-            process.submit(write_file, name, tuple(x[:, 0].shape), kind, path).result()
+        kind: Format = "int8" if precision == "int8" else "onnx"
+        pale.export(create_model(name, size[1:]), path, kind, fixed=True, sizes=[size])
         if runtime == "openvino":
             import openvino
 
             options = {
                 "INFERENCE_PRECISION_HINT": precision or "f32",
-                "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+                "INFERENCE_NUM_THREADS": threads,
             }
-            compiled = openvino.Core().compile_model(path, "CPU", options)
-            return partial(compiled, x.numpy())
-        import onnxruntime
+            call = partial(openvino.Core().compile_model(path, "CPU", options), images)
+        else:
+            import onnxruntime
 
-        create_onnxruntime_threads()
-        settings = onnxruntime.SessionOptions()
-        settings.use_per_session_threads = False
-        run = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"]).run
-        return partial(run, None, {"images": x.numpy()})
-
-
-@cache
-def create_onnxruntime_threads() -> None:
-    """Create threads for all sessions: waiting ones spin, and those of a session would slow down the next model."""
-    import onnxruntime
-
-    onnxruntime.set_global_thread_pool_sizes(torch.get_num_threads(), 1)
-
-
-def write_file(name: str, size: tuple[int, int, int], kind: Format, path: Path) -> None:
-    """Export a model for one size: (batch, height, width)."""
-    pale.export(create_model(name, size[1:]), path, kind, fixed=True, sizes=[size])
+            settings = onnxruntime.SessionOptions()
+            settings.intra_op_num_threads = threads
+            providers = ["CPUExecutionProvider"]
+            session = onnxruntime.InferenceSession(path, settings, providers=providers)
+            call = partial(session.run, None, {"images": images})
+    while True:
+        pipe.recv()
+        pipe.send(call()[0].shape)
 
 
 def train(model: nn.Module, x: torch.Tensor, low: bool) -> None:
