@@ -5,7 +5,7 @@
 
 Inference is in fp32 unless the mode says otherwise: eager, compiled, and by onnxruntime and OpenVINO (if installed)
 from the file that `pale export --fixed` writes for either model. A training step is a forward and backward pass without
-an optimizer, eager, in fp32 and under bf16 autocast. Both models take turns in one process. Speed on a shared host
+an optimizer, eager, in fp32 and under bf16 autocast. Both models take turns. Speed on a shared host
 changes within minutes, so the script is run several times and the page has the median of the runs and each run. Rounds
 during which other processes use the machine are discarded; a row with fewer than six others is left out. A run also
 measures the speed of the two libraries that compute linear layers, and an eager pass by operator.
@@ -278,8 +278,8 @@ def page(runs: list[dict[str, Any]]) -> str:
     """Return the page for all runs."""
     lines = ["# Pale-T and Swin-T on a CPU", ""]
     lines += [
-        "Random data, both models in turn in one process, medians and quartiles. Inference is in fp32 unless the mode",
-        "says otherwise. onnxruntime and OpenVINO run the files of `pale export --fixed`.",
+        "Random data, both models in turn, medians and quartiles. Inference is in fp32 unless the mode says otherwise.",
+        "onnxruntime and OpenVINO run the files of `pale export --fixed`, in processes that are stopped between turns.",
     ]
     if any(row["mode"].startswith("training") for run in runs for row in run["rows"]):
         lines += ["Training is an eager forward and backward pass, in fp32 or under bf16 autocast."]
