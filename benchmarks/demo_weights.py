@@ -193,8 +193,8 @@ def packs(args: argparse.Namespace, model: str, seed: int) -> bool:
 def identity(args: argparse.Namespace, task: str, model: str, seed: int) -> dict:
     """Return the values that identify a row."""
     found = {"task": task, "model": model, "seed": seed, "key": key(args, task)}
-    alike = task == "classify" or args.independent
-    start = args.start if alike else PLANS["classify"].name
+    independent = task == "classify" or args.independent
+    start = args.start if independent else PLANS["classify"].name
     return found | {"settings": settings(args, task), "start": start}
 
 
