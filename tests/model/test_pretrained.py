@@ -251,7 +251,7 @@ def test_a_saved_folder_of_the_tagged_model_loads_again(
     assert str(zoo.index.FOLDER) not in (tmp_path / "config.json").read_text()
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
     assert all(torch.equal(again.state_dict()[name], t) for name, t in tensors.items())
-    assert again.pretrained_cfg["license"] == "apache-2.0"
+    assert again.pretrained_cfg["license"] == "cc-by-nc-4.0"
 
 
 @pytest.mark.parametrize("make", [segmentation_recipe, detection_recipe], ids=["upernet", "rcnn"])
@@ -339,11 +339,12 @@ def test_the_licence_is_stated_everywhere(tmp_path: Path, capsys: pytest.Capture
         assert "## Licence" in card
     assert main(["weights", "export", NAME, str(tmp_path / "out")]) == 0
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["pretrained_cfg"]["license"] == "apache-2.0"
-    assert load_weights(tmp_path / "out").about["license"] == "apache-2.0"
+    assert config["pretrained_cfg"]["license"] == "cc-by-nc-4.0"
+    assert load_weights(tmp_path / "out").about["license"] == "cc-by-nc-4.0"
     # Nothing is stated about weights whose header does not state it.
     plain = tmp_path / "a.safetensors"
-    about = load_weights(Path("classify_pets")).about
+    about = dict(load_weights(Path("classify_pets")).about)
+    del about["license"]
     save_weights(plain, load_weights(Path("classify_pets")).tensors, about)
     assert main(["weights", "export", str(plain), str(tmp_path / "own")]) == 0
     assert "license" not in json.loads((tmp_path / "own/config.json").read_text())["pretrained_cfg"]

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 from ..core.escaping import escape_line
 from .options import Command, add_arguments
 
-# Words of other programs that are not similar to those here.
-COMMON_WORDS = {"gpu": "cuda"}
+COMMON_WORDS = {"gpu": "cuda"}  # of other programs, and not similar to those here
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
