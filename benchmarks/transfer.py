@@ -74,6 +74,16 @@ def parse_model(text: str) -> Contender:
     return Contender(label, name, Path(path) if path else None)
 
 
+def parse_setting(text: str) -> tuple[Start, str]:
+    """Return start and setting of START=SETTING."""
+    start, _, name = text.partition("=")
+    for known, settings in SETTINGS.items():
+        if start == known and name in settings:
+            return known, name
+    choices = [f"{known}={name}" for known, settings in SETTINGS.items() for name in settings]
+    raise argparse.ArgumentTypeError(f"one of {', '.join(choices)}, got {text!r}")
+
+
 def with_digest(model: Contender) -> Contender:
     """Return a model with the SHA-256 of its weights, by which results of other weights are recognised."""
     if model.weights is None:
@@ -108,7 +118,9 @@ def run(args: argparse.Namespace) -> None:
             for job in jobs[args.shard[0] :: args.shard[1]]:
                 score_frozen(*job, args)
         else:
-            execute_all(runs(args.data, results, args.sets, models, args.seeds, args.size), args)
+            fixed = dict(args.settings)
+            planned = runs(args.data, results, args.sets, models, args.seeds, args.size, fixed)
+            execute_all(planned, args)
     show_rehearsal(args, _tables)
 
 
@@ -231,10 +243,8 @@ def _table(part: str, rows: Sequence[Row]) -> str:
         {f"{r['environment']['device']}, torch {r['environment']['torch']}" for r in rows}
     )
     commits = sorted({str(r["environment"]["commit"])[:9] for r in rows})
-    settings = sorted({f"{r['start']} {r['setting']}" for r in rows if r["setting"]})
     lines = [f"### {part}", "", f"{'; '.join(facts)}; commit {', '.join(commits)}."]
-    if settings:
-        lines.append(f"Settings, chosen on held-out training images: {', '.join(settings)}.")
+    lines += _describe_settings(rows)
     lines += ["", "| model | method | from scratch | from weights | difference | seeds |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
     for (method, model), starts in sorted(_collect(rows).items()):
@@ -245,6 +255,17 @@ def _table(part: str, rows: Sequence[Row]) -> str:
             f"| {model} | {method} | {' | '.join(cells)} | {difference(weights, scratch)} | {counts} |"
         )
     return "\n".join(lines)
+
+
+def _describe_settings(rows: Sequence[Row]) -> list[str]:
+    """Return the settings of fine-tuning and how they were chosen, a line for each way."""
+    ways = {False: "chosen on held-out training images", True: "fixed beforehand"}
+    lines = []
+    for fixed, way in ways.items():
+        tuned = [r for r in rows if r["setting"] and r.get("fixed", False) == fixed]
+        if names := sorted({f"{r['start']} {r['setting']}" for r in tuned}):
+            lines.append(f"Settings, {way}: {', '.join(names)}.")
+    return lines
 
 
 def difference(first: dict[int, float], second: dict[int, float]) -> str:
@@ -298,6 +319,10 @@ def main() -> None:
     work.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
     work.add_argument("--seeds", type=int, default=3, choices=range(1, 11), metavar="N")
     work.add_argument("--size", type=int, default=192, help="image size of classifiers")
+    text = "settings fixed beforehand, which need no trials, such as weights=adamw"
+    work.add_argument(
+        "--settings", type=parse_setting, nargs="+", default=(), metavar="START=SETTING", help=text
+    )
     add_run_options(work)
     merge = commands.add_parser("tables", help="print the tables of result folders")
     add_table_options(merge)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -220,10 +220,15 @@ def runs(
     models: Sequence[Contender],
     seeds: int,
     size: int,
+    fixed: Mapping[Start, str] | None = None,
 ) -> list[Run]:
-    """Return the runs whose results count, by seeds, so that a first one of each is there early."""
+    """Return the runs whose results count, by seeds, so that a first one of each is there early.
+
+    Settings in `fixed` need no trials.
+    """
+    fixed = fixed or {}
     chosen = {
-        (part, start): chosen_setting(results, part, start)
+        (part, start): fixed.get(start) or chosen_setting(results, part, start)
         for part in sets
         if part in PHOTO_SETS
         for start in STARTS
@@ -242,7 +247,8 @@ def runs(
                     else:
                         recipe = photos(data, part, model.name, start, setting, seed, size)
                     about = model.about(part, start, "fine-tuned", setting)
-                    about |= {} if setting is None else {"size": size}
+                    if setting is not None:
+                        about |= {"size": size, "fixed": start in fixed}
                     label = f"{model.label}-{start}"
                     found.append(Run(part, label, seed, recipe, model.init(start), about))
     return found

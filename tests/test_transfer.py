@@ -98,6 +98,20 @@ def test_a_chosen_setting_stays_and_incomplete_trials_are_refused(scripts, tmp_p
     assert plan.chosen_setting(tmp_path, "cub-200", "scratch") == "adamw"
 
 
+def test_a_setting_that_was_fixed_beforehand_needs_no_trials_and_is_marked(scripts, tmp_path):
+    plan, transfer = scripts["transfer_plan"], scripts["transfer"]
+    fixed = dict([transfer.parse_setting("weights=adamw"), transfer.parse_setting("scratch=muon")])
+    runs = plan.runs(Path("data"), tmp_path, plan.PHOTO_SETS, contenders(scripts), 1, 192, fixed)
+    assert {(r.about["start"], r.about["setting"], r.about["fixed"]) for r in runs} == {
+        ("scratch", "muon", True),
+        ("weights", "adamw", True),
+    }
+    lines = transfer._describe_settings([run.about for run in runs])
+    assert lines == ["Settings, fixed beforehand: scratch muon, weights adamw."]
+    with pytest.raises(argparse.ArgumentTypeError, match="got 'weights=sgd'"):
+        transfer.parse_setting("weights=sgd")
+
+
 def test_dense_sets_are_tested_on_images_that_were_not_trained_on(scripts):
     plan = scripts["transfer_plan"]
     splits = {"camvid": ("train", "test"), "coco-mini": ("train2017", "val2017")}
