@@ -107,9 +107,7 @@ def make_loader(
         pin: pin the memory of the batches.
         persistent: keep the workers alive between passes over the data.
     """
-    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
-    share = max(1, usable_cores() // local_processes)
-    count = min(workers, share, len(sampler))  # type: ignore[arg-type]
+    count = count_workers(workers, len(sampler))  # type: ignore[arg-type]
     if count:
         collate_fn = partial(_collate_for_pipe, collate_fn)
     return DataLoader(
@@ -121,6 +119,12 @@ def make_loader(
         persistent_workers=persistent and count > 0,
         worker_init_fn=ignore_signals,
     )
+
+
+def count_workers(workers: int, batches: int) -> int:
+    """Return the number of workers, at most `workers`, this process's share of the cores and the number of batches."""
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
+    return min(workers, max(1, usable_cores() // local_processes), batches)
 
 
 class PipeBatch(Batch):

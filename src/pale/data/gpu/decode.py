@@ -8,8 +8,7 @@ from __future__ import annotations
 import io
 import struct
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,12 +17,19 @@ import torch
 from numpy.typing import NDArray
 from PIL import ExifTags
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from ...core.progress import Track, no_progress
 from ...ops.launching import AVAILABLE
-from ..loader import Batch, Sample, collate_labels, usable_cores
+from ..loader import (
+    Batch,
+    Sample,
+    collate_labels,
+    count_workers,
+    ignore_signals,
+    iterate_batches,
+)
 from ..reading import open_image, require_few_scans
 from ..seeding import derive_seed, seeded
 from ..sources.images import ImageSource
@@ -34,6 +40,7 @@ from .plans import ImagePlan, Planner, batch_plans
 SAMPLED_FILES = 50  # files that are inspected before the device is chosen as decoder
 # Mean pixels per image: decoding takes 6 MB, a training step about 50 MB per image.
 MAX_MEAN_PIXELS = 2**20
+CHUNK = 64  # images that a process decodes and sends at once
 MAX_BYTES = 32 * 2**30  # of decoded images; small datasets have less, large GPUs have more memory
 
 
@@ -66,38 +73,75 @@ def pack_images(images: Sequence[Tensor]) -> PackedImages:
     return PackedImages(flat, *(x.to(device, non_blocking=True) for x in (starts, widths)))
 
 
+class _DecodedChunks(Dataset[dict[str, Tensor]]):
+    """The decoded images of a source, several in one tensor: far fewer objects to send between processes."""
+
+    def __init__(self, source: ImageSource) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return -(-len(self.source) // CHUNK)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        chosen = range(index * CHUNK, min((index + 1) * CHUNK, len(self.source)))
+        images = [np.asarray(self.source.image(i)) for i in chosen]
+        return {
+            "sizes": torch.tensor([image.shape[:2] for image in images]),
+            "pixels": torch.from_numpy(
+                np.concatenate([image.reshape(-1, 3).T for image in images], 1)
+            ),
+        }
+
+
 class DecodedImages:
     """All images of a source, decoded.
 
     Args:
         source: the images.
+        workers: maximum number of processes that decode.
         max_bytes: memory limit of the decoded images.
         track: shows progress.
     """
 
     def __init__(
-        self, source: ImageSource, max_bytes: int = MAX_BYTES, track: Track = no_progress
+        self,
+        source: ImageSource,
+        workers: int = 0,
+        max_bytes: int = MAX_BYTES,
+        track: Track = no_progress,
     ) -> None:
-        def read_pixels(i: int) -> Tensor:
-            # Copied by NumPy: in PyTorch each of these threads would start further threads.
-            return torch.from_numpy(np.asarray(source.image(i)).transpose(2, 0, 1).copy())
+        chunks = _DecodedChunks(source)
+        loader = DataLoader(
+            chunks,
+            batch_size=None,
+            num_workers=count_workers(workers, len(chunks)),
+            worker_init_fn=ignore_signals,
+        )
+        parts: list[Tensor] = []
 
-        found: list[Tensor] = []
+        def read_sizes() -> Iterator[tuple[int, int]]:
+            for chunk in iterate_batches(loader):
+                # A copy, because memory shared with a worker holds an open file.
+                parts.append(chunk["pixels"].clone() if loader.num_workers else chunk["pixels"])
+                yield from chunk["sizes"].tolist()
+
+        sizes: list[tuple[int, int]] = []
         total = 0
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            reading = pool.map(read_pixels, range(len(source)))
-            for image in track(reading, "reading images", len(source)):
-                total += image.nbytes
-                if total > max_bytes:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise ValueError(
-                        f"data.on_device=pictures keeps all images in memory, at most {max_bytes / 2**30:.3g} GiB, and "
-                        f"the first {len(found)} of {len(source)} take that much; set data.on_device=decoding, or "
-                        "shrink the images"
-                    )
-                found.append(image)
-        self.sizes = np.array([image.shape[1:] for image in found])  # height, width
-        self.pixels = pack_images(found)
+        for height, width in track(read_sizes(), "reading images", len(source)):
+            total += 3 * height * width
+            if total > max_bytes:
+                raise ValueError(
+                    f"data.on_device=pictures keeps all images in memory, at most {max_bytes / 2**30:.3g} GiB, and "
+                    f"the first {len(sizes)} of {len(source)} take that much; set data.on_device=decoding, or "
+                    "shrink the images"
+                )
+            sizes.append((height, width))
+        self.sizes = np.array(sizes)
+        starts = np.concatenate([[0], np.cumsum(self.sizes.prod(1))[:-1]])
+        widths = self.sizes[:, 1]
+        self.pixels = PackedImages(
+            torch.cat(parts, 1), torch.from_numpy(starts), torch.from_numpy(widths.copy())
+        )
 
     def to(self, device: torch.device) -> PackedImages:
         """Move the images to a device, where they stay, and return them."""

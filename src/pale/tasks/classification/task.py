@@ -160,7 +160,9 @@ class ClassificationTask(Task):
         source, labels = self.train_source, self.store.labels if self.store is not None else None
         if (planner := self._planner(device)) is not None:
             if self.data.on_device == "pictures":  # kept name
-                self.decoded = on_device.DecodedImages(source, track=progress_bar)
+                self.decoded = on_device.DecodedImages(
+                    source, self.data.workers, track=progress_bar
+                )
             sizes = None if self.decoded is None else self.decoded.sizes
             return on_device.PlannedDataset(source, planner, self.seed, sizes, labels)
         return ImageDataset(
