@@ -184,7 +184,9 @@ def test_a_step_that_waits_for_the_device_cannot_be_recorded():
     done = subprocess.run(
         [sys.executable, "-c", WAITS], capture_output=True, text=True, check=False
     )
-    assert "UnavailableError: the step of this model cannot be recorded as a CUDA graph" in done.stderr
+    assert (
+        "UnavailableError: the step of this model cannot be recorded as a CUDA graph" in done.stderr
+    )
     assert "set cuda_graph=false" in done.stderr
 
 

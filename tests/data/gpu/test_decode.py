@@ -6,6 +6,8 @@ kernels are defined, so `test_everything_in_the_interpreter` runs this module ag
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -309,6 +311,10 @@ def test_a_batch_of_pixels_alone_needs_no_decoder(mixed):
 
 
 def test_by_default_a_gpu_decodes_if_it_can(mixed, monkeypatch):
+    (mixed.root / "other").mkdir()  # a classifier needs two classes
+    for name in ("a.jpg", "b.jpg", "c.jpg"):
+        shutil.copy(mixed.root / "class" / name, mixed.root / "other" / name)
+
     def data(augment: Augment, device: str) -> object:
         recipe = get("small_data.pale_nano").override(
             {"data.root": str(mixed.root), "data.hold_out": "0.3", "data.train": "."}
@@ -391,6 +397,24 @@ def test_a_gpu_computes_the_same_images_without_synchronising(photos):
     difference = (found.cpu().int() - expected).abs().float()
     assert (difference <= 2).float().mean() > 0.97
     assert torch.equal(found, augment_batch(on_gpu, moved, 48))
+
+
+@pytest.mark.gpu
+def test_decoding_does_not_write_to_memory_that_queued_work_still_reads(tmp_path):
+    # decode_jpeg itself fails this test: it wrote into activations, and training got NaN.
+    device = torch.device("cuda")
+    photo(np.random.default_rng(0), 256, 256).save(tmp_path / "a.jpg", quality=92)
+    file = torch.frombuffer(bytearray((tmp_path / "a.jpg").read_bytes()), dtype=torch.uint8)
+    on_device.decode_jpegs([file], device)  # sets up the decoder
+    for _ in range(3):
+        held = [torch.full((3, 256, 256), 7, dtype=torch.uint8, device=device) for _ in range(16)]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        sums = [x.sum() for x in held]
+        del held  # the allocator may use their memory again, although it has not been read yet
+        images = on_device.decode_jpegs([file] * 16, device)
+        assert [int(x) for x in sums] == [7 * 3 * 256 * 256] * 16
+    assert all(torch.equal(image, images[0]) for image in images)
 
 
 @pytest.mark.gpu

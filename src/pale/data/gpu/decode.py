@@ -10,6 +10,7 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -183,8 +184,33 @@ class EncodedBatch:
         return pack_images([image.to(device, non_blocking=True) for image in found])
 
 
+@cache
+def _decoding_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Decode JPEG files to RGB, (3, h, w) each."""
+    """Decode JPEG files to RGB on a device, (3, h, w) each.
+
+    nvJPEG writes its outputs at once, not after the work that is queued on the current stream, so it would overwrite
+    memory that was freed but is still being read (pytorch/vision#9606). On a GPU the outputs therefore come from the
+    memory of a stream that does nothing else, and are kept until the current stream has used them.
+    """
+    if device.type != "cuda":
+        return _decode(files, device)
+    if not torch.cuda.is_available():
+        raise RuntimeError("nvJPEG needs a GPU")
+    stream, current = _decoding_stream(device), torch.cuda.current_stream(device)
+    stream.synchronize()
+    with torch.cuda.stream(stream):
+        images = _decode(files, device)
+    current.wait_stream(stream)
+    for image in images:
+        image.record_stream(current)
+    return images
+
+
+def _decode(files: list[Tensor], device: torch.device) -> list[Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchvision announces a move to TorchCodec
         images: list[Tensor] = decode_jpeg(files, ImageReadMode.RGB, device)
