@@ -6,7 +6,7 @@ RUN is a finished run of a `pretrain` recipe on the sets that pretraining_data.p
 list in Tiny-ImageNet-200. OUT gets NAME.safetensors, NAME.md and an entry in index.json, and NAME.json with the same
 figures, hardware, versions, commit and command: the first three are files of src/pale/weights/zoo. The figures are
 those of the packed file in float32, on the validation split of each source over its own classes; beside them are those
-of the run before packing. Nothing in them was used to choose settings. If the run started from included weights, the
+of the weights before packing. Nothing in them was used to choose settings. If the run started from included weights, the
 card has their checksum and command.
 """
 
@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from pale.train.distributed import join
 from pale.train.log import read as read_log
 from pale.train.report.settings import different_settings
 from pale.weights import zoo
+from pale.weights.write import save_weights
 
 LICENSE = "cc-by-nc-4.0"
 TAG = "general"  # in timm: pale_nano.general
@@ -61,25 +64,29 @@ def publish(args: argparse.Namespace) -> None:
     """Write all files of the weights into OUT."""
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.name}.safetensors"
-    size = pack(args.run, path, license=LICENSE, words=args.words)
-    weights, recipe = read(path)
+    _, recipe = read(args.run)
     if not isinstance(recipe, Classification) or not recipe.data.is_mixture:
         raise SystemExit(f"{args.run} must be a classifier trained with --data.mix")
     run = read_recipe(args.run / "recipe.yaml")  # with the weights that it started from
     assert isinstance(run, Classification)
+    whole = args.out / f"{args.name}-float32.safetensors"
+    evaluate_all_sources(args.run, whole)
+    size = pack(whole, path, license=LICENSE, words=args.words)
+    weights, _ = read(path)
     with join() as world:
-        packed = measure(path, args.data, world, batch=args.batch, workers=args.workers)
+        options = {"batch": args.batch, "workers": args.workers}
+        packed, before = (measure(each, args.data, world, **options) for each in (path, whole))
         facts = describe_machine(world)
+    whole.unlink()
     events = read_log(args.run / "log.jsonl")
-    before = [event for event in events if event["event"] == "eval"][-1]
     row = {
         "name": args.name,
         "file_bytes": size,
         "packed": packed,
-        "before_packing": {name: before[name] for name in packed},
-        "steps": before["step"],
+        "before_packing": before,
+        "steps": max(event["step"] for event in events),
         "training": next(event for event in events if event["event"] == "start"),
-        "sources": sources(args.data, recipe),
+        "sources": sources(args.data, recipe, events),
         "start": describe_start(run),
         "recipe": recipe.plain(),
         **facts,
@@ -91,8 +98,20 @@ def publish(args: argparse.Namespace) -> None:
     print(f"{path}: {size / 1e6:.2f} MB, {entry.headline}")
 
 
-def sources(data: Path, recipe: Classification) -> list[dict[str, Any]]:
+def evaluate_all_sources(run: Path, target: Path) -> None:
+    """Write the weights of a run with a recipe that evaluates every source, also those that the run did not."""
+    weights, recipe = read(run)
+    assert isinstance(recipe, Classification)
+    mix = [each.plain() | {"val": each.val or "val"} for each in recipe.data.mix or ()]
+    about = weights.about | {"recipe": recipe.override({"data.mix": mix}).plain()}
+    save_weights(target, weights.tensors, about)
+
+
+def sources(
+    data: Path, recipe: Classification, events: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Return the sources of a mixture with their sizes and terms."""
+    notes = " ".join(event["text"] for event in events if event["event"] == "note")
     found = []
     for each in recipe.data.mix or ():
         manifest = json.loads((data / each.name / "manifest.json").read_text())
@@ -103,6 +122,7 @@ def sources(data: Path, recipe: Classification) -> list[dict[str, Any]]:
                 "labels": each.labels,
                 "weight": each.weight,
                 "classes": len(manifest["classes"]),
+                "images": int(re.findall(rf"[:;] {re.escape(each.name)} (\d+) images", notes)[-1]),
                 "repository": known.repository,
                 "commit": known.commit,
                 "terms": known.terms,
@@ -184,7 +204,8 @@ def card(entry: zoo.ZooEntry, row: dict[str, Any], recipe: Classification) -> st
         metric, word = ("map", "mAP") if source["labels"] == "multi" else ("top1", "top-1")
         after, before = (row[part][f"{name}.{metric}"] for part in ("packed", "before_packing"))
         lines.append(
-            f"| {name} | {source['classes']} | {word} | {after:.2f} | {before:.2f} | {source['terms']} |"
+            f"| {name} | {source['images']:,} | {source['classes']} | {word} | {after:.2f} | {before:.2f} | "
+            f"{source['terms']} |"
         )
     table = "\n".join(lines)
     what = (
@@ -203,6 +224,7 @@ def card(entry: zoo.ZooEntry, row: dict[str, Any], recipe: Classification) -> st
     earlier = ""
     if start is not None:
         earlier = f"- START is the file with sha256 `{start['sha256']}`, made by\n  `{start['command']}`\n"
+    masks = f"small_masks.upernet_{'nano' if entry.model == 'pale_nano' else 'pale_t'}"
     limits = (
         f"This run saw {samples / 1e6:.2f} million samples of {sizes} px; usual ImageNet weights saw some 400 "
         "million of 224 px. As a classifier it is weak, and the probabilities of classes of different sources were "
@@ -221,8 +243,8 @@ tags: [pale-transformer, vision]
 {_paragraph(what)}
 
 ```bash
-pale train finetune --data.root photos     # starts from these weights
-pale train small_masks.upernet_nano --data.root DIR --init {entry.name}
+pale train finetune --data.root photos --model.name {entry.model}    # starts from these weights
+pale train {masks} --data.root DIR --init {entry.name}
 pale predict photo.jpg --weights {entry.name}
 pale weights export {entry.name} DIR
 ```
@@ -239,8 +261,8 @@ names = timm.create_model("{entry.model}", pretrained=True).pretrained_cfg["labe
 This file, unpacked, in float32 at {recipe.data.size} px, on the validation split of each source, over its own
 classes, in per cent:
 
-| source | classes | metric | this file | before packing | terms of the images |
-| --- | --- | --- | --- | --- | --- |
+| source | training images | classes | metric | this file | before packing | terms of the images |
+| --- | --- | --- | --- | --- | --- | --- |
 {table}
 
 docs/weights.md of the repository has results on other data.
