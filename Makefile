@@ -27,10 +27,11 @@ test: lint
 test-slow: .venv/dev
 	$(BIN)/python $(PYTEST) -m "slow and not gpu"
 
-# Fails where a family of kernels has not run, so without a GPU too. GPU_OPTIONS="-n 8" takes eight processes.
+# Fails where a family of kernels has not run, so without a GPU too. GPU_OPTIONS="-n 8" takes eight processes, which
+# pytest-benchmark, where it is installed, would turn into an error.
 test-gpu: $(GPU_NEEDS)
 	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} \
-	  $(GPU_PYTHON) -m pytest -m gpu $(GPU_OPTIONS) --every-family --record=benchmarks/results/test_gpu.md
+	  $(GPU_PYTHON) -m pytest -p no:benchmark -m gpu $(GPU_OPTIONS) --every-family --record=benchmarks/results/test_gpu.md
 
 # The fast suite with the oldest versions of all dependencies that pyproject.toml allows.
 test-lowest: $(LOWEST)/done

@@ -5,9 +5,9 @@
 RUN is a finished run of a `pretrain` recipe on the sets that pretraining_data.py prepared in DATA; words.txt is the
 list in Tiny-ImageNet-200. OUT gets NAME.safetensors, NAME.md and an entry in index.json, and NAME.json with the same
 figures, hardware, versions, commit and command: the first three are files of src/pale/weights/zoo. The figures are
-those of the packed file in float32, on the validation split of each source over its own classes; beside them are those
-of the weights before packing. Nothing in them was used to choose settings. If the run started from included weights, the
-card has their checksum and command.
+those of the packed file in float32, on the validation split of each source over its own classes; beside them are
+those of the weights before packing. Nothing in them was used to choose settings. If the run started from included
+weights, the card has their checksum and command.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--name", default="general_nano", help="name of the weights (%(default)s)")
     parser.add_argument("--words", type=Path, help="names of WordNet ids")
+    parser.add_argument("--note", help="what else a reader must know of the run, for the card")
     parser.add_argument("--batch", type=int, default=64, help="of the evaluation (%(default)s)")
     parser.add_argument("--workers", type=int, default=1, help="of the evaluation (%(default)s)")
     args = parser.parse_args(argv)
@@ -88,6 +89,7 @@ def publish(args: argparse.Namespace) -> None:
         "training": next(event for event in events if event["event"] == "start"),
         "sources": sources(args.data, recipe, events),
         "start": describe_start(run),
+        "note": args.note,
         "recipe": recipe.plain(),
         **facts,
     }
@@ -221,6 +223,8 @@ def card(entry: zoo.ZooEntry, row: dict[str, Any], recipe: Classification) -> st
         f"samples) from {first}; no other data, no distillation. The moving average after the last step is stored; "
         "nothing was chosen on the validation images."
     )
+    if row["note"]:
+        made += f" {row['note']}"
     earlier = ""
     if start is not None:
         earlier = f"- START is the file with sha256 `{start['sha256']}`, made by\n  `{start['command']}`\n"

@@ -194,9 +194,17 @@ def test_the_configuration_of_the_untagged_name_names_no_weights(
         timm.create_model("pale_nano", pretrained=True, pretrained_cfg=cfg)
 
 
-@pytest.mark.parametrize("name", ["pale_nano", "pale_nano.general", "pale_nano.untrained"])
-def test_pretrained_alone_loads_the_general_weights(name: str) -> None:
-    expected = load_weights(Path("general_nano"))
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("pale_nano", "general_nano"),
+        ("pale_nano.general", "general_nano"),
+        ("pale_nano.untrained", "general_nano"),
+        ("pale_tiny", "general_tiny"),
+    ],
+)
+def test_pretrained_alone_loads_the_general_weights(name: str, weights: str) -> None:
+    expected = load_weights(Path(weights))
     model = timm.create_model(name, pretrained=True)
     assert all(torch.equal(model.state_dict()[k], t) for k, t in expected.tensors.items())
     assert list(model.pretrained_cfg["label_names"]) == expected.about["label_names"]
@@ -205,8 +213,8 @@ def test_pretrained_alone_loads_the_general_weights(name: str) -> None:
 
 
 def test_the_error_of_a_model_without_tagged_weights_names_none() -> None:
-    with pytest.raises(RuntimeError, match=r"No pretrained weights exist for pale_tiny") as caught:
-        timm.create_model("pale_tiny", pretrained=True, device="meta")
+    with pytest.raises(RuntimeError, match=r"No pretrained weights exist for pale_small") as caught:
+        timm.create_model("pale_small", pretrained=True, device="meta")
     assert "pets" not in str(caught.value)
     assert 'create_model("local-dir:DIR"' in str(caught.value)
 
@@ -299,11 +307,11 @@ def test_general_weights_become_the_default_of_pretrained_alone(folder: Path) ->
     assert default_tag("pale_nano") == "general"
     base = {"num_classes": 1000, "input_size": (3, 224, 224)}
     configs = tagged_configs(base, VARIANTS)
-    assert configs.keys() == {NAME, SCRATCH, "pale_nano.general"}
+    assert configs.keys() == {NAME, SCRATCH, "pale_nano.general", "pale_tiny.general"}
     chosen = generate_default_cfgs(configs | {"pale_nano.untrained*": base})["pale_nano"]
     assert chosen.tags[0] == "untrained"
-    with pytest.raises(RuntimeError, match="No pretrained weights exist for pale_tiny"):
-        default_tag("pale_tiny")
+    with pytest.raises(RuntimeError, match="No pretrained weights exist for pale_small"):
+        default_tag("pale_small")
 
 
 @pytest.mark.slow
@@ -314,7 +322,7 @@ def test_a_file_and_an_entry_are_all_that_general_weights_need(folder: Path) -> 
         from pale.weights import zoo
         zoo.index.FOLDER = Path({str(folder)!r})
         import timm
-        names = ["pale_nano.general", {NAME!r}, {SCRATCH!r}]
+        names = ["pale_nano.general", {NAME!r}, {SCRATCH!r}, "pale_tiny.general"]
         assert timm.list_pretrained("pale*") == names
         assert timm.create_model("pale_nano").num_classes == 1000
         model = timm.create_model("pale_nano", pretrained=True)
