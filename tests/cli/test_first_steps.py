@@ -45,7 +45,7 @@ def test_recipes_lists_what_a_new_user_needs_and_all_on_request(capsys):
 
 def test_pretrained_weights_are_refused_with_the_ways_to_get_some():
     with pytest.raises(RuntimeError, match=r"pale weights.*local-dir:DIR.*pale train finetune"):
-        pale.create_model("pale_tiny", pretrained=True)
+        pale.create_model("pale_small", pretrained=True)
 
 
 def test_init_names_the_model_of_weights_that_do_not_fit(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from itertools import pairwise
 from typing import Any
@@ -192,29 +193,42 @@ class Part(nn.Module):
 
 
 class Graphed(nn.Module):
-    """Replays a CUDA graph for each shape of input; other attributes are those of the model."""
+    """Replays a CUDA graph for each shape of input; other attributes are those of the model.
+
+    Threads and streams may share it: calls run one after the other.
+    """
 
     def __init__(self, model: nn.Module, limit: int = 8) -> None:
         super().__init__()
         self.model, self.limit = model, limit
         self.graphs: OrderedDict[Layout, tuple[torch.cuda.CUDAGraph, Tensor, Any]] = OrderedDict()
+        self.lock = threading.Lock()
+        self.last: torch.cuda.Event | None = None  # end of the last call
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Any:
         """Return the output of the model for `x`, in new memory."""
         key = x.shape, x.stride(), x.dtype, x.device
-        if key not in self.graphs:
-            self.graphs[key] = self._record(x)
-            while len(self.graphs) > self.limit:
-                self.graphs.popitem(last=False)
-        self.graphs.move_to_end(key)
-        graph, source, result = self.graphs[key]
-        source.copy_(x)
-        graph.replay()
-        return tree_map(torch.clone, result)
+        with self.lock:
+            current = torch.cuda.current_stream(x.device)
+            if self.last is not None:
+                current.wait_event(self.last)
+            if key not in self.graphs:
+                self.graphs[key] = self._record(x)
+                while len(self.graphs) > self.limit:
+                    self.graphs.popitem(last=False)
+            self.graphs.move_to_end(key)
+            graph, source, result = self.graphs[key]
+            source.copy_(x)
+            graph.replay()
+            found = tree_map(torch.clone, result)
+            self.last = current.record_event()
+        return found
 
     def _record(self, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Any]:
-        source = x.clone(memory_format=torch.preserve_format)
+        with torch.inference_mode(False):  # otherwise it could be written in inference mode only
+            source = torch.empty_like(x)
+        source.copy_(x)
         stream = torch.cuda.Stream(x.device)
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream):
@@ -222,9 +236,21 @@ class Graphed(nn.Module):
                 self.model(source)
         torch.cuda.current_stream(x.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # The default stream would be one of the device that was current at the first recording of the process, and the
+        # default mode forbids other threads, such as one that pins batches, to use CUDA.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             result = self.model(source)
         return graph, source, result
+
+    def _apply(self, *args: Any, **options: Any) -> Any:
+        self.graphs.clear()  # a moved model has its weights at other addresses
+        return super()._apply(*args, **options)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"graphs": OrderedDict(), "lock": None, "last": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state | {"lock": threading.Lock()})  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         try:

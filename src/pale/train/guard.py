@@ -73,8 +73,7 @@ class Guard:
         if figures.is_cuda:
             host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
             figures = host.copy_(figures, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+            event = torch.cuda.current_stream(loss.device).record_event()
         self.pending.append((step, lr, keys, figures, event))
         return torch.maximum(bad, self.halted)
 

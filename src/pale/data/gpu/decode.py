@@ -186,7 +186,8 @@ class EncodedBatch:
 
 @cache
 def _decoding_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    # PyTorch hands out streams of the usual priority again and again; no one else asks for this one.
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
