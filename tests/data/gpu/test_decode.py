@@ -285,11 +285,14 @@ def test_files_that_the_device_cannot_decode_are_decoded_by_workers(mixed):
 def test_a_file_that_cannot_be_decoded_is_named(mixed):
     planned = PlannedDataset(mixed, Planner(40, AUGMENTS["crop alone"]), 1)
     whole = (mixed.root / "class/a.jpg").read_bytes()
-    (mixed.root / "class/b.jpg").write_bytes(whole[: len(whole) // 3])  # its header is valid
+    # Its header and its end are valid, and a marker that does not exist is between them.
+    damaged = whole[: len(whole) // 3] + b"\xff\x02\xff\xc3" + whole[-2:]
+    (mixed.root / "class/b.jpg").write_bytes(damaged)
     batch = collate([planned[0, i] for i in range(3)])
     with pytest.raises(ValueError, match=r"b\.jpg: cannot be read as an image"):
         batch["files"].decode(CPU, lambda i: to_tensor(mixed.image(i)))
-    for content in (b"", b"not an image", whole[:40]):
+    # A truncated file is not sent to the device, which may not notice.
+    for content in (b"", b"not an image", whole[:40], whole[: len(whole) // 3]):
         (mixed.root / "class/b.jpg").write_bytes(content)
         with pytest.raises(ValueError, match=r"b\.jpg: cannot be read as an image"):
             planned[0, 1]

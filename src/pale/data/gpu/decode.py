@@ -41,6 +41,7 @@ from .plans import ImagePlan, Planner, batch_plans
 SAMPLED_FILES = 50  # files that are inspected before the device is chosen as decoder
 # Mean pixels per image: decoding takes 6 MB, a training step about 50 MB per image.
 MAX_MEAN_PIXELS = 2**20
+END_OF_JPEG = b"\xff\xd9"
 CHUNK = 64  # images that a process decodes and sends at once
 MAX_BYTES = 32 * 2**30  # of decoded images; small datasets have less, large GPUs have more memory
 
@@ -291,7 +292,9 @@ def read_encoded(source: ImageSource, index: int) -> tuple[Tensor, tuple[int, in
         with open_image(io.BytesIO(content)) as image:
             plain = image.format == "JPEG" and image.mode in ("RGB", "L")
             rotated = plain and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
-            if plain and not rotated:
+            # nvJPEG may end a truncated image without an error; the rest would be pixels of other images.
+            whole = content.rstrip(b"\0").endswith(END_OF_JPEG)
+            if plain and not rotated and whole:
                 require_few_scans(image)
                 file = torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 return file, (image.height, image.width)
