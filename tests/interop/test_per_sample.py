@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ def one_by_one(model: nn.Module, x: Tensor, labels: Tensor) -> dict[str, Tensor]
 def farthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys()
     largest = max(float(g.abs().max()) for g in expected.values())
-    gaps = (float((found[n] - g).abs().max()) for n, g in expected.items())
+    gaps = [float((found[n] - g).abs().max()) for n, g in expected.items()]
+    assert all(map(math.isfinite, gaps))  # `max` ignores a NaN that is not the first
     return max(gaps) / largest
 
 

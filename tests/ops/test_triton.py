@@ -267,6 +267,7 @@ def test_ten_sizes_compile_no_kernel_again():
         tensors = inputs(Case(h, w, (7, 7), d=32, b=i_batch(h)), torch.float16)
         results(triton_op.forward, tensors, region, torch.float16)
         counts.append(compiled())
+    assert counts[0] > 0
     # The last tokens of a group get 16 places or a whole block: two versions of each kernel at most.
     assert counts[-1] - counts[0] <= 3
 
@@ -309,8 +310,8 @@ def test_flops_are_those_of_the_region(scope, grouping):
 def test_what_cannot_run_is_said(dtype, d, device, reason, monkeypatch):
     monkeypatch.setattr(triton_op, "INTERPRETED", device == "cpu")
     q = torch.empty(1, 2, 2, 2, d, dtype=dtype, device=device)
-    reason = triton_op.unsupported(q, Region((7, 7)))
-    assert (reason is None) if reason is None else (reason is not None and reason in reason)
+    found = triton_op.unsupported(q, Region((7, 7)))
+    assert found is None if reason is None else reason in (found or "")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="once is enough")

@@ -222,15 +222,21 @@ def test_low_quality_matches_begin_at_an_overlap_of_three_tenths():
 
 def test_regions_are_matched_as_in_torchvision():
     targets = crowd(3, 0, 7, 1)
-    regions = [t["boxes"] for t in crowd(50, 20, 31, 1)]
+    # The second part overlaps the objects.
+    regions = [
+        torch.cat([t["boxes"], target["boxes"] + 0.5])
+        for t, target in zip(crowd(50, 20, 31, 1), targets, strict=True)
+    ]
+    counts = [len(boxes) for boxes in regions]
     heads = small().roi_heads
     which, labels = RoIHeads.assign_targets_to_proposals(
         heads, regions, [t["boxes"] for t in targets], [t["labels"] for t in targets]
     )
     padded = torch.nn.utils.rnn.pad_sequence(regions, batch_first=True)
-    known = torch.arange(50) < torch.tensor([50, 20, 31, 1])[:, None]
+    known = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
     found, numbers = match_regions(Objects.of(targets, padded.device), padded, known)
-    for i, n in enumerate((50, 20, 31, 1)):
+    assert any((each > 0).any() for each in labels)
+    for i, n in enumerate(counts):
         assert torch.equal(found[i, :n], labels[i])
         assert (found[i, n:] == -1).all()
         assert torch.equal(numbers[i, :n][labels[i] > 0], which[i][labels[i] > 0])
