@@ -53,6 +53,7 @@ OUTSIDE = {
     "benchmarks/results/detection_speed_h200.json": "results/detection_speed_h200.json",
     "benchmarks/results/detection_h200_curves.png": "results/detection_h200_curves.png",
     "benchmarks/results/detection_h200_predictions.png": "results/detection_h200_predictions.png",
+    "benchmarks/results/general_tiny_h200.json": "results/general_tiny_h200.json",
     "benchmarks/results/demo_weights_h200.json": "results/demo_weights_h200.json",
     "benchmarks/results/bulk_cpu.md": "results/bulk_cpu.md",
     "benchmarks/results/cpu.md": "results/cpu.md",

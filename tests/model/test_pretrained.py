@@ -297,7 +297,7 @@ def add_general(folder: Path) -> zoo.ZooEntry:
     shutil.copy(folder / entry.card, folder / "general.md")
     part = entry.timm | {"tag": "general", "default": True}
     made = replace(entry, name="general", file="general.safetensors", card="general.md", timm=part)
-    kept = [each for each in zoo.list_entries(folder) if not each.timm.get("default")]
+    kept = [each for each in zoo.list_entries(folder) if each.timm_name != "pale_nano.general"]
     zoo.write_index([*kept, made], folder)
     return made
 
