@@ -488,7 +488,7 @@ class TestErrors:
         with pytest.raises(TypeError, match="attenion"):
             pale.create_model("pale_nano", attenion="cross")
 
-    @pytest.mark.parametrize("name", sorted(MILLIONS.keys() - {"pale_nano"}))
+    @pytest.mark.parametrize("name", ["pale_small", "pale_base"])
     def test_pretrained_weights_do_not_exist(self, name: str) -> None:
         with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
             pale.create_model(name, pretrained=True, device="meta")

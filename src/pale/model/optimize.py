@@ -202,6 +202,7 @@ class Graphed(nn.Module):
         super().__init__()
         self.model, self.limit = model, limit
         self.graphs: OrderedDict[Layout, tuple[torch.cuda.CUDAGraph, Tensor, Any]] = OrderedDict()
+        self.weights: list[tuple[Tensor, int]] = []  # with their addresses in the recordings
         self.lock = threading.Lock()
         self.last: torch.cuda.Event | None = None  # end of the last call
 
@@ -213,6 +214,10 @@ class Graphed(nn.Module):
             current = torch.cuda.current_stream(x.device)
             if self.last is not None:
                 current.wait_event(self.last)
+            if any(weight.data_ptr() != address for weight, address in self.weights):
+                self.graphs.clear()  # the model was moved or cast
+            if not self.graphs:
+                self.weights = [(weight, weight.data_ptr()) for weight in self.model.parameters()]
             if key not in self.graphs:
                 self.graphs[key] = self._record(x)
                 while len(self.graphs) > self.limit:
@@ -242,12 +247,13 @@ class Graphed(nn.Module):
             result = self.model(source)
         return graph, source, result
 
-    def _apply(self, *args: Any, **options: Any) -> Any:
-        self.graphs.clear()  # a moved model has its weights at other addresses
-        return super()._apply(*args, **options)  # type: ignore[no-untyped-call]
-
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"graphs": OrderedDict(), "lock": None, "last": None}
+        return self.__dict__ | {
+            "graphs": OrderedDict(),
+            "weights": [],
+            "lock": None,
+            "last": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state | {"lock": threading.Lock()})  # type: ignore[no-untyped-call]
