@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from support.label_files import (
@@ -624,7 +624,6 @@ NUMBERS = st.sampled_from(["0", "1", "2", "3", "-1", "0.5", "0.25", "1.5", "nan"
     | st.binary(max_size=60)
     | st.lists(st.lists(NUMBERS, min_size=5, max_size=9).map(" ".join), max_size=3).map("\n".join)
 )
-@example("1 0.5 0.5 0.25 0.25\n2 nan 0.5 0.25 0.25")
 def test_no_label_file_raises_anything_else(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("labels") / "a"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
