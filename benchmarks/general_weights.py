@@ -34,6 +34,7 @@ from pale.train.distributed import join
 from pale.train.log import read as read_log
 from pale.train.report.settings import different_settings
 from pale.weights import zoo
+from pale.weights.read import Weights
 from pale.weights.write import save_weights
 
 LICENSE = "cc-by-nc-4.0"
@@ -65,15 +66,14 @@ def publish(args: argparse.Namespace) -> None:
     """Write all files of the weights into OUT."""
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.name}.safetensors"
-    _, recipe = read(args.run)
+    weights, recipe = read(args.run)
     if not isinstance(recipe, Classification) or not recipe.data.is_mixture:
         raise SystemExit(f"{args.run} must be a classifier trained with --data.mix")
     run = read_recipe(args.run / "recipe.yaml")  # with the weights that it started from
     assert isinstance(run, Classification)
     whole = args.out / f"{args.name}-float32.safetensors"
-    evaluate_all_sources(args.run, whole)
+    save_with_all_sources(weights, recipe, whole)
     size = pack(whole, path, license=LICENSE, words=args.words)
-    weights, _ = read(path)
     with join() as world:
         options = {"batch": args.batch, "workers": args.workers}
         packed, before = (measure(each, args.data, world, **options) for each in (path, whole))
@@ -100,10 +100,8 @@ def publish(args: argparse.Namespace) -> None:
     print(f"{path}: {size / 1e6:.2f} MB, {entry.headline}")
 
 
-def evaluate_all_sources(run: Path, target: Path) -> None:
-    """Write the weights of a run with a recipe that evaluates every source, also those that the run did not."""
-    weights, recipe = read(run)
-    assert isinstance(recipe, Classification)
+def save_with_all_sources(weights: Weights, recipe: Classification, target: Path) -> None:
+    """Write weights with a recipe that evaluates every source, also those that the run did not."""
     mix = [each.plain() | {"val": each.val or "val"} for each in recipe.data.mix or ()]
     about = weights.about | {"recipe": recipe.override({"data.mix": mix}).plain()}
     save_weights(target, weights.tensors, about)

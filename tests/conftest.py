@@ -67,7 +67,7 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 def pytest_collection_modifyitems(items):
     # Long ones first, or one worker would be left with them at the end.
-    items.sort(key=lambda item: "slow" not in item.keywords)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -75,6 +75,21 @@ def test_plain_class_folders_are_split_and_start_from_included_weights(tmp_path)
     assert (recipe.data.train, recipe.data.hold_out) == ("train", 0)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_model_is_that_of_the_given_weights_on_every_device(tmp_path, device):
+    root = {"data.root": str(write_photos(tmp_path, {"cat": 5, "dog": 5}))}
+
+    def model(changes, init=None):
+        start = None if init is None else Path(init)
+        settings = RunSettings(recipe="finetune", device=device, init=start)
+        return plan_finetuning(settings, root | changes)[0].changed(changes).model.name
+
+    assert model({}, "pets_scratch") == model({"model.weights": "pets_scratch"}) == "pale_nano"
+    assert model({}, "general_tiny") == "pale_tiny"
+    assert model({"model.name": "pale_small"}, "pets_scratch") == "pale_small"  # an error later
+    assert model({}) == {"cpu": "pale_nano", "cuda": "pale_tiny"}[device]
+
+
 @pytest.mark.parametrize(("fast", "precision"), [(True, "bf16"), (False, "auto")])
 def test_the_precision_follows_the_processor(tmp_path, monkeypatch, fast, precision):
     monkeypatch.setattr("pale.train.finetuning.has_bf16_instructions", lambda: fast)

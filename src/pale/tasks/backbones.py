@@ -116,14 +116,20 @@ def init_backbone(model: nn.Module, path: Path) -> str:
     return "; ".join(parts)
 
 
-def _other_model(weights: Weights) -> str:
-    """Return a hint about weights that do not fit: their own model, if they name it."""
+def named_model(weights: Weights) -> str | None:
+    """Return the model that the recipe of weights names; None if it names none."""
     recipe = weights.about.get("recipe")
     model = recipe.get("model") if isinstance(recipe, dict) else None
     name = model.get("name") if isinstance(model, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _other_model(weights: Weights) -> str:
+    """Return a hint about weights that do not fit: their own model, if they name it."""
+    name = named_model(weights)
     if any(tensor.startswith("backbone.") for tensor in weights.tensors):
         return "it is not a classifier: continue it with --model.weights FILE, or give a classifier"
-    if isinstance(name, str):
+    if name is not None:
         return f"it holds weights of {name[:80]}: set --model.name {name[:80]}, or give others (pale weights)"
     return "was it trained with another model?"
 

@@ -8,9 +8,13 @@ from pathlib import Path
 import torch
 
 from .. import recipes
+from ..errors import PaleError
+from ..model.pale_transformer import VARIANTS
 from ..recipes.schema import Recipe
 from ..tasks import DEFAULT_TASK
+from ..tasks.backbones import named_model
 from ..tasks.layouts import recognise
+from ..weights.read import load_header
 from ..weights.zoo import best_start, get_entry
 from .settings import RunSettings
 
@@ -36,7 +40,8 @@ def plan_finetuning(
     chosen, notes = dict(layout.settings), list(layout.notes)
     if root is not None:
         chosen["data.root"] = str(root)
-    for_device, remarks = _choose_for_device(settings, changes)
+    chosen |= _model_of_start(settings, changes)
+    for_device, remarks = _choose_for_device(settings, {**chosen, **changes})
     chosen |= for_device
     notes += remarks
     model = str(changes.get("model.name", chosen.get("model.name", recipe.model.name)))
@@ -56,6 +61,18 @@ def plan_finetuning(
     if "model.weights" in changes and "model.new_head" not in changes:
         chosen["model.new_head"] = changes["model.weights"] is not None
     return recipe.override(chosen), notes
+
+
+def _model_of_start(settings: RunSettings, changes: Mapping[str, object]) -> dict[str, object]:
+    """Return the Pale model that the given weights name, as a setting; unreadable weights are an error later."""
+    given = settings.init or changes.get("model.weights") or changes.get("model.init")
+    if given is None or "model.name" in changes:
+        return {}
+    try:
+        name = named_model(load_header(Path(str(given))))
+    except (PaleError, OSError, ValueError):
+        return {}
+    return {"model.name": name} if name in VARIANTS else {}
 
 
 def _choose_for_device(

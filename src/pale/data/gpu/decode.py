@@ -67,12 +67,15 @@ class PackedImages:
 
 def pack_images(images: Sequence[Tensor]) -> PackedImages:
     """Pack images (3, h, w) without synchronising with the device."""
-    device = images[0].device
-    areas = [image.shape[1] * image.shape[2] for image in images]
-    starts = torch.tensor([0, *accumulate(areas[:-1])])
-    widths = torch.tensor([image.shape[2] for image in images])
     flat = torch.cat([image.flatten(1) for image in images], 1)
-    return PackedImages(flat, *(x.to(device, non_blocking=True) for x in (starts, widths)))
+    return _lay_out(flat, [(image.shape[1], image.shape[2]) for image in images])
+
+
+def _lay_out(flat: Tensor, sizes: Sequence[tuple[int, int]]) -> PackedImages:
+    """Return the images of given heights and widths in `flat`."""
+    starts = torch.tensor([0, *accumulate(height * width for height, width in sizes[:-1])])
+    widths = torch.tensor([width for _, width in sizes])
+    return PackedImages(flat, *(x.to(flat.device, non_blocking=True) for x in (starts, widths)))
 
 
 class _DecodedChunks(Dataset[dict[str, Tensor]]):
@@ -139,11 +142,7 @@ class DecodedImages:
                 )
             sizes.append((height, width))
         self.sizes = np.array(sizes)
-        starts = np.concatenate([[0], np.cumsum(self.sizes.prod(1))[:-1]])
-        widths = self.sizes[:, 1]
-        self.pixels = PackedImages(
-            torch.cat(parts, 1), torch.from_numpy(starts), torch.from_numpy(widths.copy())
-        )
+        self.pixels = _lay_out(torch.cat(parts, 1), sizes)
 
     def to(self, device: torch.device) -> PackedImages:
         """Move the images to a device, where they stay, and return them."""
